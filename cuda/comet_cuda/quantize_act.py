@@ -1,0 +1,87 @@
+"""quantize_act: activations -> integer blocks of 128 channels with one scale per token and block.
+
+In: x [M, K] in any float type, the channel permutation, 4 or 8 bits per block. Out: int8 codes and float32 scales.
+The order of operations is part of the format, because integers must agree bit for bit between backends:
+gather, pad with zeros, convert to float32, rotate INT4 blocks (if asked), absmax, scale, divide, round half to even.
+"""
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import BLOCK, num_blocks, symmetric_qmax
+from comet_cuda.library import define_op
+
+HADAMARD_NORM = 128**-0.5  # makes the 128-point Hadamard transform orthonormal, so it is its own inverse
+
+
+def hadamard_blocks(x: Tensor) -> Tensor:
+    """Orthonormal 128-point Hadamard transform of the last axis, float32 [..., 128] -> float32 [..., 128].
+
+    Seven butterfly stages with strides 1, 2, 4, ..., 64 in this order, then one multiply: kernels do the same
+    additions in the same order and so get the same float32 values.
+    """
+    assert x.dtype == torch.float32 and x.shape[-1] == BLOCK
+    for stage in range(7):
+        pairs = x.unflatten(-1, (BLOCK >> (stage + 1), 2, 1 << stage))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+    return x * HADAMARD_NORM
+
+
+def to_blocks(x: Tensor, perm: Tensor | None) -> Tensor:
+    """Gather channels by `perm` and pad: [M, K] -> [M, NB, 128] of the same type. None keeps the order."""
+    channels = x.shape[-1]
+    if perm is not None:
+        x = x[:, perm.long()]
+    padding = num_blocks(channels) * BLOCK - channels
+    if padding:
+        x = torch.nn.functional.pad(x, (0, padding))
+    return x.unflatten(-1, (-1, BLOCK))
+
+
+def quantize_act_ref(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    """Quantize activations per token and block, symmetric and dynamic.
+
+    Args:
+        x: float [M, K], K >= 1.
+        perm: int32 [K], stored channel i is x[:, perm[i]]; None is the identity.
+        block_bits: uint8 [NB], NB = ceil(K / 128), each 4 or 8.
+        clip: float32 [NB] in (0, 1]: the share of the absolute maximum that the largest code stands for.
+        hadamard: rotate the INT4 blocks by the orthonormal Hadamard transform before quantizing.
+
+    Returns:
+        codes: int8 [M, NB, 128] in [-7, 7] or [-127, 127].
+        scale: float32 [M, NB]; absmax * (clip / qmax), and 1 where the block is all zero.
+    """
+    blocks = to_blocks(x, perm).float()
+    if hadamard:
+        is_int4 = (block_bits == 4)[None, :, None]
+        blocks = torch.where(is_int4, hadamard_blocks(blocks), blocks)
+    qmax = torch.where(block_bits == 4, float(symmetric_qmax(4)), float(symmetric_qmax(8)))  # f32 [NB]
+    scale = blocks.abs().amax(-1) * (clip / qmax)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = torch.round(blocks / scale[..., None])
+    bound = qmax[None, :, None]
+    return torch.minimum(torch.maximum(codes, -bound), bound).to(torch.int8), scale
+
+
+def _fake(x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool) -> tuple[Tensor, Tensor]:
+    rows, blocks = x.shape[0], block_bits.shape[0]
+    return x.new_empty(rows, blocks, BLOCK, dtype=torch.int8), x.new_empty(rows, blocks, dtype=torch.float32)
+
+
+define_op(
+    "quantize_act(Tensor x, Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard) -> (Tensor, Tensor)",
+    quantize_act_ref,
+    _fake,
+)
+
+
+def quantize_act(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    """The op behind `quantize_act_ref`, same arguments and results, on whatever device x is on."""
+    codes, scale = torch.ops.comet.quantize_act(x, perm, block_bits, clip, hadamard)
+    return codes, scale
