@@ -1,0 +1,176 @@
+"""The CUDA driver through ctypes: load a cubin, look up a kernel, launch it on torch's current stream.
+
+In: a cubin's bytes. Out: a `LoadedKernel` whose `launch` costs a few microseconds, because it writes the arguments
+and the launch configuration into two buffers laid out once, and makes one foreign call. The parameter layout comes from the driver
+(cuFuncGetParamInfo), so callers pass plain values: tensors and integers, and floats for float parameters.
+Works under CUDA graph capture (loading included) and from any thread. Nothing here touches the GPU at import.
+"""
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from comet_cuda.errors import CometError
+
+Dim = int | tuple[int, ...]
+
+_INVALID_CONTEXT = 201
+_SUCCESS = 0
+_ATTRIBUTE_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_FUNCTION_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_FUNCTION_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_EXTRA_BUFFER_POINTER, _EXTRA_BUFFER_SIZE, _EXTRA_END = 1, 2, 0
+_CAPTURE_RELAXED = 2
+_CONFIG = struct.Struct("7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
+_DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a kernel may use without asking for more
+
+
+@functools.cache
+def driver_library() -> ctypes.CDLL:
+    """libcuda, initialized. Raises CometError where no NVIDIA driver is installed."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CometError(
+            "the NVIDIA driver (libcuda.so.1) was not found, so no kernel can run here",
+            "install the driver, or run this on the CPU: everything but speed works there",
+        ) from error
+    status = library.cuInit(0)
+    if status != _SUCCESS:
+        raise CometError(f"the NVIDIA driver did not start (cuInit returned {status})", "check that nvidia-smi works")
+    return library
+
+
+def _name(status: int) -> str:
+    text = ctypes.c_char_p()
+    driver_library().cuGetErrorString(status, ctypes.byref(text))
+    return f"{status} ({text.value.decode() if text.value else 'unknown'})"
+
+
+def _check(status: int, doing: str) -> None:
+    if status != _SUCCESS:
+        raise CometError(f"the CUDA driver failed to {doing}: error {_name(status)}")
+
+
+def _use_torch_context(device: int) -> None:
+    """Make the device's primary context, the one torch uses, current in this thread."""
+    library = driver_library()
+    context = ctypes.c_void_p()
+    _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"use GPU {device}")
+    _check(library.cuCtxSetCurrent(context), f"use GPU {device}")
+
+
+def _dim3(dim: Dim) -> tuple[int, int, int]:
+    if isinstance(dim, int):
+        return dim, 1, 1
+    return (*dim, 1, 1, 1)[:3]  # type: ignore[return-value]
+
+
+class _ThreadBuffers(threading.local):
+    """Launch buffers of one kernel on one device, one set a thread (the foreign call releases Python's lock)."""
+
+    def __init__(self, parameter_bytes: int) -> None:
+        self.parameters = ctypes.create_string_buffer(max(parameter_bytes, 1))
+        self.size = ctypes.c_size_t(parameter_bytes)
+        pointers = (ctypes.addressof(self.parameters), ctypes.addressof(self.size))
+        self.extra = (ctypes.c_void_p * 5)(
+            _EXTRA_BUFFER_POINTER, pointers[0], _EXTRA_BUFFER_SIZE, pointers[1], _EXTRA_END
+        )
+        self.attributes = ctypes.create_string_buffer(72)  # one CUlaunchAttribute: id, padding, 64 bytes of value
+        struct.pack_into("I4xi", self.attributes, 0, _ATTRIBUTE_PDL, 1)
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.attributes_at = ctypes.addressof(self.attributes)
+
+
+class LoadedKernel:
+    """One kernel in one device's context."""
+
+    def __init__(self, cubin: bytes, entry: str, device: int) -> None:
+        """Load `cubin` on `device` and look up `entry`, also while a stream of this thread is being captured."""
+        library = driver_library()
+        _use_torch_context(device)
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            module = ctypes.c_void_p()
+            _check(library.cuModuleLoadData(ctypes.byref(module), cubin), f"load the kernel {entry}")
+            function = ctypes.c_void_p()
+            _check(
+                library.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"find the kernel {entry}"
+            )
+        finally:
+            library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self.entry = entry
+        self.device = device
+        self._function = function
+        self._parameters = self._parameter_info()  # (offset, bytes) of each parameter
+        self._buffers = _ThreadBuffers(sum(self._parameters[-1]) if self._parameters else 0)
+        self._pack = struct.Struct("")
+        self._launch = library.cuLaunchKernelEx
+        self._shared_limit = _DEFAULT_SHARED_LIMIT
+
+    def _parameter_info(self) -> list[tuple[int, int]]:
+        parameters: list[tuple[int, int]] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        while (
+            driver_library().cuFuncGetParamInfo(
+                self._function, ctypes.c_size_t(len(parameters)), ctypes.byref(offset), ctypes.byref(size)
+            )
+            == _SUCCESS
+        ):
+            parameters.append((offset.value, size.value))
+        return parameters
+
+    def _layout(self, args: Sequence[Any]) -> struct.Struct:
+        """The struct format of the parameter buffer, from the driver's offsets and the kinds of the arguments."""
+        if len(args) != len(self._parameters):
+            raise TypeError(f"{self.entry} takes {len(self._parameters)} parameters, got {len(args)}")
+        code, end = "<", 0
+        for value, (offset, size) in zip(args, self._parameters, strict=True):
+            code += f"{offset - end}x" if offset > end else ""
+            if isinstance(value, bytes):
+                code += f"{size}s"
+            elif isinstance(value, float):
+                code += {4: "f", 8: "d"}[size]
+            else:
+                code += {1: "b", 2: "h", 4: "i", 8: "q"}[size]
+            end = offset + size
+        return struct.Struct(code)
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Let the kernel use `shared_bytes` of dynamic shared memory (needed above 48 KB)."""
+        status = driver_library().cuFuncSetAttribute(self._function, _FUNCTION_MAX_DYNAMIC_SHARED, shared_bytes)
+        _check(status, f"give {self.entry} {shared_bytes} bytes of shared memory")
+        driver_library().cuFuncSetAttribute(self._function, _FUNCTION_CARVEOUT, 100)
+        self._shared_limit = shared_bytes
+
+    def launch(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False) -> None:
+        """Launch on torch's current stream of this device; see `CompiledKernel.launch`."""
+        values = [
+            value.data_ptr() if isinstance(value, torch.Tensor) else 0 if value is None else value for value in args
+        ]
+        if shared_bytes > self._shared_limit:
+            self.allow_shared(shared_bytes)
+        buffers = self._buffers
+        try:
+            self._pack.pack_into(buffers.parameters, 0, *values)
+        except struct.error:
+            self._pack = self._layout(values)
+            self._pack.pack_into(buffers.parameters, 0, *values)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # type: ignore[attr-defined,unused-ignore]
+        _CONFIG.pack_into(
+            buffers.config, 0, *_dim3(grid), *_dim3(block), shared_bytes, stream, buffers.attributes_at, int(pdl)
+        )
+        status = self._launch(buffers.config, self._function, None, buffers.extra)
+        if status == _INVALID_CONTEXT:  # a thread in which torch has not used this GPU yet
+            _use_torch_context(self.device)
+            status = self._launch(buffers.config, self._function, None, buffers.extra)
+        if status != _SUCCESS:
+            _check(
+                status, f"launch {self.entry} with grid {grid}, block {block}, {shared_bytes} bytes of shared memory"
+            )
