@@ -1,8 +1,8 @@
 """The CUDA driver through ctypes: load a cubin, look up a kernel, launch it on torch's current stream.
 
 In: a cubin's bytes. Out: a `LoadedKernel` whose `launch` costs a few microseconds, because it writes the arguments
-and the launch configuration into two buffers laid out once, and makes one foreign call. The parameter layout comes from the driver
-(cuFuncGetParamInfo), so callers pass plain values: tensors and integers, and floats for float parameters.
+and the launch configuration into two buffers laid out once, and makes one foreign call. The parameter layout comes
+from the driver (cuFuncGetParamInfo), so callers pass plain values: tensors, integers, floats for float parameters.
 Works under CUDA graph capture (loading included) and from any thread. Nothing here touches the GPU at import.
 """
 

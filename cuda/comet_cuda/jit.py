@@ -3,8 +3,8 @@
 In: the name of a .cu file of this package, one `extern "C"` entry, an exact architecture ("sm_90a") and preprocessor
 definitions. Out: a `CompiledKernel`, which also says what the assembler reported (registers, spills, shared memory).
 Compiling needs no GPU. The cache key hashes the source, every header of ours that it includes, the options and the
-compiler's version; a file is written beside its place and renamed, one process at a time per key; a folder that cannot be
-written (read-only, full) costs only that the kernel is compiled again by the next process.
+compiler's version; a file is written beside its place and renamed, one process at a time per key; a folder that
+cannot be written (read-only, full) costs only that the next process compiles the kernel again.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ def parse_resources(log: str, entry: str) -> Resources:
 
 
 def _run_nvrtc(texts: Mapping[str, str], source_name: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Source and headers -> (cubin, log). Raises CometError with the compiler's log when the source does not compile."""
+    """Source and headers -> (cubin, log). Raises CometError with the log when the source does not compile."""
     nvrtc = _nvrtc()
     headers = [name for name in texts if name != source_name]
     status, program = nvrtc.nvrtcCreateProgram(
@@ -256,8 +256,8 @@ class CompiledKernel:
         Args:
             grid: ctas, an int or up to three of them.
             block: threads a cta, likewise.
-            args: the kernel's parameters in order: tensors (their data pointer), None (a null pointer), ints, floats for
-                float parameters, bytes for structs. A parameter keeps its kind from launch to launch.
+            args: the kernel's parameters in order: tensors (their data pointer), None (a null pointer), ints, floats
+                for float parameters, bytes for structs. A parameter keeps its kind from launch to launch.
             shared_bytes: dynamic shared memory; above 48 KB the kernel's limit is raised.
             pdl: allow this kernel to start before the previous one in the stream ends (programmatic dependent launch,
                 sm_90 and later); the kernel must then wait (griddepcontrol.wait) before it reads what that one wrote.
