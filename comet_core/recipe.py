@@ -165,7 +165,7 @@ class Recipe:
             )
         if self.blocks.tp_granularity > 1 and not self.blocks.row_parallel:
             raise CometError(
-                f"recipe {self.name}: blocks.tp_granularity is {self.blocks.tp_granularity}, blocks.row_parallel is empty",
+                f"recipe {self.name}: blocks.tp_granularity is {self.blocks.tp_granularity}, row_parallel is empty",
                 "Name the linears whose input is split over GPUs in blocks.row_parallel, or set tp_granularity to 1.",
             )
 
