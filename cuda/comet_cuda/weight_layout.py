@@ -1,0 +1,169 @@
+"""Operand layouts of the sm_90a GEMM: canonical tensors <-> what the kernel copies, byte for byte, to shared memory.
+
+The kernel computes Y^T = W X^T with wgmma: weights are the A operand (from registers), activations the B operand (from
+shared memory). Both are tiled in global memory, so that every copy is one contiguous piece and needs no tensor map.
+
+**Activations** (quantize_act writes them). A = ceil(M / 8) atoms of 8 tokens; tokens >= M in the last atom are never
+read into a valid output and may hold anything.
+- `codes` uint8 [NB, A, 1024]: an atom is 8 tokens x 128 bytes in wgmma's 128-byte swizzle: channel k of token r lies at
+  byte r * 128 + ((k // 16) ^ r) * 16 + k % 16. INT4 blocks hold the e4m3 byte of the signed integer (0 is 0x00, sign is
+  bit 7), INT8 blocks its two's complement byte.
+- `meta` f32 [NB, A, 16]: for t in 0..3 the four floats (scale of token 2t, scale of 2t + 1, sum of 2t, sum of 2t + 1),
+  where sum is the sum of the block's 128 codes, an exact integer. One 16-byte load gives a thread all it needs of an atom.
+So a tile of n tokens of one block is n * 128 contiguous bytes of codes and n * 8 of meta, whatever n is.
+
+**Weights** (prepared once, at load). R = ceil(N / 64) row tiles; missing rows have code 0 and scale 0.
+- uint8 [R, NB, 4224 or 4288]: one record a row tile and block: 4096 bytes of nibbles, 128 of bf16 scales, and, for
+  asymmetric weights, 64 of zero points. A row tile's records follow each other along K, so a CTA that walks K reads
+  memory in order.
+- A thread's nibbles lie in two 16-byte chunks, chunk c of thread i at c * 2048 + i * 16. Each 32-bit word becomes two
+  registers of the A fragment by mask and shift: the low nibbles row g, the high nibbles row g + 8.
+- Within 16 rows, fragment row g (0..7) is row 4 * (g // 2) + g % 2 and fragment row g + 8 is two rows further, so that
+  a thread ends with four consecutive outputs and stores them with one instruction.
+- A zero-extended nibble read as e4m3 is code * 2^-9, so the scales of INT4 blocks are stored times 2^9.
+"""
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import BLOCK
+from comet_cuda.errors import CometError
+from comet_cuda.int4 import unpack_nibbles
+
+ATOM = 8  # tokens in one swizzle atom
+ATOM_BYTES = ATOM * BLOCK
+META_FLOATS = 2 * ATOM  # scale and sum of each token of an atom
+ROW_TILE = 64  # weight rows in one record: the m of wgmma
+NIBBLE_BYTES = ROW_TILE * BLOCK // 2
+SCALE_BYTES = 2 * ROW_TILE
+E4M3_SCALE = 512.0  # 2^9: a zero-extended nibble, read as e4m3, is code * 2^-9
+
+_E4M3_OF_INT4 = tuple(
+    (0x80 if q < 0 else 0) | (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50)[abs(q)] for q in range(-8, 8)
+)  # byte of the integer q, at index q + 8
+
+
+def record_bytes(has_zero: bool) -> int:
+    """Bytes of one weight record (64 rows of one block)."""
+    return NIBBLE_BYTES + SCALE_BYTES + (ROW_TILE if has_zero else 0)
+
+
+def token_atoms(tokens: int) -> int:
+    """Atoms of 8 tokens that hold `tokens` tokens."""
+    return -(-tokens // ATOM)
+
+
+def _swizzle(device: torch.device) -> Tensor:
+    """int64 [1024]: byte of the natural (token, channel) order -> byte in the atom; its own inverse."""
+    at = torch.arange(ATOM_BYTES, device=device)
+    token = at // BLOCK
+    return at ^ (token * 16)
+
+
+def tile_activations_sm90(codes: Tensor, scale: Tensor, block_bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Canonical activations -> what the sm_90a GEMM reads; the reference of the kernel that writes them.
+
+    Args:
+        codes: int8 [M, NB, 128], scale: float32 [M, NB]: what `quantize_act` returns.
+        block_bits: uint8 [NB], 4 or 8.
+
+    Returns:
+        uint8 [NB, A, 1024] and float32 [NB, A, 16]; tokens that pad the last atom have code 0, scale 1, sum 0.
+    """
+    tokens, blocks, _ = codes.shape
+    atoms = token_atoms(tokens)
+    table = torch.tensor(_E4M3_OF_INT4, dtype=torch.uint8, device=codes.device)
+    is_int4 = (block_bits.to(codes.device) == 4)[None, :, None]
+    as_e4m3 = table[(codes.long() + 8).clamp(0, 15)]
+    data = torch.where(is_int4, as_e4m3, codes.view(torch.uint8))
+    padded = data.new_zeros(atoms * ATOM, blocks, BLOCK)
+    padded[:tokens] = data
+    natural = padded.unflatten(0, (atoms, ATOM)).permute(2, 0, 1, 3).reshape(blocks, atoms, ATOM_BYTES)
+    tiled = natural[:, :, _swizzle(codes.device)].contiguous()
+
+    meta = torch.zeros(2, atoms * ATOM, blocks, dtype=torch.float32, device=codes.device)
+    meta[0] = 1.0
+    meta[0, :tokens], meta[1, :tokens] = scale, codes.float().sum(-1)
+    meta = meta.permute(2, 1, 0).reshape(blocks, atoms, ATOM // 2, 2, 2)  # [NB, A, pair, token of pair, kind]
+    return tiled, meta.transpose(3, 4).reshape(blocks, atoms, META_FLOATS).contiguous()
+
+
+def untile_activations_sm90(
+    tiled: Tensor, meta: Tensor, tokens: int, block_bits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `tile_activations_sm90`.
+
+    Returns:
+        codes int8 [M, NB, 128], scale float32 [M, NB], sum float32 [M, NB].
+    """
+    blocks, atoms, _ = tiled.shape
+    natural = tiled[:, :, _swizzle(tiled.device)].view(blocks, atoms, ATOM, BLOCK)
+    data = natural.permute(1, 2, 0, 3).reshape(atoms * ATOM, blocks, BLOCK)[:tokens]
+    table = torch.full((256,), -128, dtype=torch.int8, device=tiled.device)  # -128: no INT4 code, so a wrong byte shows
+    table[torch.tensor(_E4M3_OF_INT4, device=tiled.device)] = torch.arange(-8, 8, dtype=torch.int8, device=tiled.device)
+    is_int4 = (block_bits.to(tiled.device) == 4)[None, :, None]
+    codes = torch.where(is_int4, table[data.long()], data.contiguous().view(torch.int8))
+    pairs = meta.view(blocks, atoms, ATOM // 2, 2, 2).transpose(3, 4).reshape(blocks, atoms * ATOM, 2)[:, :tokens]
+    return codes, pairs[..., 0].T.contiguous(), pairs[..., 1].T.contiguous()
+
+
+def _row_order(rows: Tensor) -> Tensor:
+    """[R * 64, ...] -> [R, warp 4, g 8, half 2, ...]: rows in fragment order."""
+    split = rows.unflatten(0, (-1, 4, 4, 2, 2))  # R, warp, g // 2, half, g % 2
+    return split.transpose(3, 4).flatten(2, 3)
+
+
+def _row_order_inverse(ordered: Tensor) -> Tensor:
+    """[R, 4, 8, 2, ...] -> [R * 64, ...]."""
+    return ordered.unflatten(2, (4, 2)).transpose(3, 4).flatten(0, 4)
+
+
+def tile_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor) -> Tensor:
+    """Canonical 4-bit weights -> records of the sm_90a GEMM.
+
+    Args:
+        qweight: uint8 [N, 64 * NB]; w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB] or None; block_bits: uint8 [NB].
+
+    Returns:
+        uint8 [R, NB, 4224 (no w_zero) or 4288].
+    """
+    rows, blocks = w_scale.shape
+    if qweight.dtype != torch.uint8 or qweight.shape != (rows, blocks * BLOCK // 2):
+        raise CometError(
+            f"qweight is {qweight.dtype} {tuple(qweight.shape)} for w_scale {tuple(w_scale.shape)}",
+            f"it must be torch.uint8 ({rows}, {blocks * BLOCK // 2}), two 4-bit codes a byte",
+        )
+    padding = -rows % ROW_TILE
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+
+    codes = _row_order(unpack_nibbles(pad(qweight))).unflatten(-1, (blocks, 2, 2, 2, 4, 4))
+    # codes: R, warp, g, half, NB, chunk, step in chunk, k half, t, byte
+    words = codes[:, :, :, 0] | (codes[:, :, :, 1] << 4)
+    nibbles = words.permute(0, 3, 4, 1, 2, 7, 5, 6, 8).reshape(-1, blocks, NIBBLE_BYTES)
+    factor = torch.where(block_bits.to(w_scale.device) == 4, E4M3_SCALE, 1.0)
+    scale = _row_order(pad((w_scale.float() * factor).to(torch.bfloat16))).flatten(1, 3).transpose(1, 2).contiguous()
+    parts = [nibbles, scale.view(torch.uint8)]
+    if w_zero is not None:
+        parts.append(_row_order(pad(w_zero)).flatten(1, 3).transpose(1, 2))
+    return torch.cat(parts, dim=-1).contiguous()
+
+
+def untile_weight_sm90(records: Tensor, rows: int, block_bits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The inverse of `tile_weight_sm90`: qweight, w_scale, w_zero (None if the records hold none)."""
+    tiles, blocks, size = records.shape
+    nibbles = records[..., :NIBBLE_BYTES].reshape(tiles, blocks, 2, 4, 8, 4, 2, 2, 4)
+    words = nibbles.permute(0, 3, 4, 1, 2, 6, 7, 5, 8).reshape(tiles, 4, 8, blocks * BLOCK)
+    codes = _row_order_inverse(torch.stack((words & 15, words >> 4), dim=3))[:rows]
+    qweight = codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+    def rows_of(flat: Tensor) -> Tensor:
+        return _row_order_inverse(flat.transpose(1, 2).unflatten(1, (4, 8, 2)))[:rows].contiguous()
+
+    factor = torch.where(block_bits.to(records.device) == 4, E4M3_SCALE, 1.0)
+    stored = records[..., NIBBLE_BYTES : NIBBLE_BYTES + SCALE_BYTES].contiguous().view(torch.bfloat16)
+    w_scale = (rows_of(stored).float() / factor).to(torch.bfloat16)
+    if size == record_bytes(has_zero=False):
+        return qweight, w_scale, None
+    return qweight, w_scale, rows_of(records[..., NIBBLE_BYTES + SCALE_BYTES :])
