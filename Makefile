@@ -1,0 +1,70 @@
+# COMET: set up, try, test. `make help` lists what there is.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu lint tables clean
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# The address of an index of PyTorch's CPU builds, for machines without an NVIDIA device (PyTorch's install page has it).
+TORCH_INDEX ?=
+WORKERS ?= 2
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.comet-installed
+DATA := $(abspath ../shared/data)
+ifneq ($(wildcard $(DATA)),)
+export COMET_DATA ?= $(DATA)
+endif
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## .venv with torch, comet and the test tools
+
+$(PY):
+	@python=$${PYTHON:-}; \
+	for candidate in python3.11 python3.12 python3.13 python3.14 python3; do \
+	    [ -z "$$python" ] || break; \
+	    ! $$candidate -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || python=$$candidate; \
+	done; \
+	[ -n "$$python" ] || { echo "error: no Python 3.11 or newer found" >&2; echo "hint: install one, or: make setup PYTHON=/path/to/python" >&2; exit 2; }; \
+	echo "making $(VENV) with $$($$python --version)" >&2; \
+	$$python -m venv $(VENV)
+
+# torch comes first and alone, so that the build that fits this machine is chosen before anything else asks for one.
+$(STAMP): pyproject.toml | $(PY)
+	@if ! $(PY) -c 'import torch' 2>/dev/null; then \
+	    if [ -e /proc/driver/nvidia/version ]; then \
+	        echo "installing $(TORCH), CUDA build: a download of about 3 GB unless pip has it on disk" >&2; \
+	        $(PY) -m pip install -q "$(TORCH)"; \
+	    else \
+	        echo "installing $(TORCH), no NVIDIA device here: about 200 MB where pip finds a CPU build (else about 3 GB: give TORCH_INDEX=...)" >&2; \
+	        $(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)); \
+	    fi; \
+	fi
+	@echo "installing comet and its tools: a download of about 350 MB unless pip has it on disk" >&2
+	@$(PY) -m pip install -q -e '.[dev]'
+	@touch $@
+
+demo: setup  ## quantize SmolLM2-135M and print one table, under 10 minutes on 2 cores
+	$(PY) -m comet_cli demo
+
+test: setup  ## all default tests, on the CPU
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-slow: setup  ## tests that take minutes or need real weights
+	$(PY) -m pytest -q -m slow
+
+test-gpu: setup  ## tests that need an NVIDIA GPU
+	$(PY) -m pytest -q -m gpu
+
+lint: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+tables: setup  ## write README's tables anew from results/measured
+	$(PY) -m comet_core.results README.md
+
+clean:  ## remove build outputs and caches (not .venv, not runs/)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find cli comet_core cuda recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

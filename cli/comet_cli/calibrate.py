@@ -1,0 +1,83 @@
+"""`comet calibrate MODEL`: model and recipe in, a calibration folder (statistics, outlier report, heat map) out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from comet_cli import console, options, runs
+
+if TYPE_CHECKING:
+    from comet_core.model_source import ModelSource
+    from comet_core.recipe import Recipe
+
+Data = Annotated[
+    str | None,
+    typer.Option(help="Calibration text: wikitext2, c4, pydoc, a .txt or .jsonl file, a hub id.", metavar="NAME|FILE"),
+]
+Samples = Annotated[int | None, typer.Option(help="Calibration windows (recipe: 128).", min=1, metavar="N")]
+SeqLen = Annotated[int | None, typer.Option(help="Tokens a window (recipe: 2048).", min=2, metavar="L")]
+Seed = Annotated[int | None, typer.Option(help="Which windows are drawn (recipe: 0).", min=0, metavar="S")]
+
+
+def calibrate(
+    model: options.Model,
+    recipe: options.Recipe = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.", metavar="DIR")] = None,
+    data: Data = None,
+    samples: Samples = None,
+    seq_len: SeqLen = None,
+    seed: Seed = None,
+    weights: options.Weights = "real",
+    layers: options.Layers = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Run text through MODEL and record which channels hold outliers.
+
+    Example: comet calibrate smollm2-135m --samples 32 --seq-len 512
+    """
+    source, chosen = prepare(model, recipe, weights, layers, data=data, samples=samples, seq_len=seq_len, seed=seed)
+    folder = out or default_folder(source, chosen, layers) / "calibration"
+    run(source, chosen, folder, options.use(device, dtype, threads), json=json)
+
+
+def prepare(
+    model: str, recipe: str | None, weights: str, layers: int | None, **calibration: Any
+) -> "tuple[ModelSource, Recipe]":
+    """Resolve what was typed into a model and a recipe; cheap errors come before torch is loaded."""
+    options.check_weights(weights)
+    from comet_core.recipe import load_recipe, with_calibration
+
+    chosen = with_calibration(load_recipe(recipe or options.DEFAULT_RECIPE), **calibration)
+    from comet_core.model_source import resolve_model
+
+    source = resolve_model(model, weights=weights, layers=layers, seed=calibration.get("seed") or 0)
+    if source.note:
+        console.talk(f"{source.name}: {source.note}")
+    return source, chosen
+
+
+def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) -> Path:
+    """The run folder of a resolved model."""
+    return runs.run_folder(source.name, recipe.name, random=source.random_seed is not None, layers=layers)
+
+
+def run(source: "ModelSource", recipe: "Recipe", folder: Path, torch_choice: tuple[str, str], *, json: bool) -> None:
+    """Calibrate into `folder` and report; `comet pack` calls this too when it finds no calibration."""
+    from comet_core.calibrate import calibrate as calibrate_model
+    from comet_core.outliers import heat_map, report_table
+
+    device, dtype = torch_choice
+    calibrate_model(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
+    rows = report_table(folder)
+    picture = folder / "outliers.png"
+    heat_map(folder, picture)
+    if json:
+        result = {"kind": "calibration", "model": source.name, "recipe": recipe.name, "folder": str(folder)}
+        console.data_json({**result, "heat_map": str(picture), "outliers": rows})
+    elif rows:
+        console.table("Outliers, before and after permutation", rows)
+    console.talk(f"calibration: {folder}\nheat map:    {picture}")

@@ -1,0 +1,209 @@
+"""Measurements in, JSON lines out, tables from those lines. A table is never written by hand.
+
+A record is one flat dictionary with a `kind`; each kind has a fixed set of keys (`KEYS`), more may follow them. Records
+are appended to a .jsonl file and never edited: a later record with the same identity (model, recipe, task, metric,
+windows, ...) replaces an earlier one in the tables, and both stay in the file. A value that is not finite is stored as
+null, since JSON has no word for it.
+
+`python -m comet_core.results README.md` writes the tables between a file's markers anew, from the
+records in results/measured beside it:
+
+    <!-- table: eval -->
+    ...
+    <!-- end: eval -->
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from comet_core.provenance import provenance as provenance
+from comet_cuda.errors import CometError
+
+Record = dict[str, Any]
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "eval": (
+        "model", "recipe", "task", "metric", "value", "windows", "seq_len", "kv_quantized", "int4_mac_fraction",
+        "protocol", "provenance",
+    ),
+    "bench": (
+        "op", "arch", "path", "m", "n", "k", "int4_fraction", "weight_symmetry", "ablation", "includes_quantize",
+        "median_us", "baseline", "baseline_us", "speedup", "bound_fraction", "provenance",
+    ),
+    "e2e": (
+        "model", "scheme", "engine", "batch", "prompt_tokens", "output_tokens", "tokens_per_s", "ttft_ms", "tpot_ms",
+        "memory_gib", "provenance",
+    ),
+}  # fmt: skip
+
+
+def check(record: Record) -> None:
+    """Raise CometError if `record` lacks its kind or a key that its kind demands."""
+    kind = record.get("kind")
+    if kind not in KEYS:
+        raise CometError(f"record of kind {kind!r}", f"kinds are {', '.join(KEYS)}")
+    missing = [key for key in KEYS[kind] if key not in record]
+    if missing:
+        raise CometError(f"{kind} record without {', '.join(missing)}", f"an {kind} record has {', '.join(KEYS[kind])}")
+
+
+def append(path: Path, record: Record) -> None:
+    """Add one record to a .jsonl file (made if absent). Safe when several processes write to one file."""
+    check(record)
+    line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as sink:
+        fcntl.flock(sink, fcntl.LOCK_EX)
+        size = sink.seek(0, os.SEEK_END)
+        if size:  # a line cut short by a crash must not swallow this one
+            sink.seek(size - 1)
+            if sink.read(1) != b"\n":
+                line = "\n" + line
+        sink.write(line.encode())
+
+
+def read(path: Path) -> list[Record]:
+    """All records of a .jsonl file, or of all .jsonl files in a folder (by name). A broken line is an error."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    records = []
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CometError(f"{file}: cannot be read as records ({error})", "give a .jsonl file of records") from None
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                raise CometError(f"{where}: not JSON", "remove that line; it was cut short") from None
+            if not isinstance(record, dict):
+                raise CometError(f"{where}: not an object", "each line is one record in braces")
+            try:
+                check(record)
+            except CometError as error:
+                raise CometError(f"{where}: {error.message}", error.hint) from None
+            records.append(record)
+    return records
+
+
+def finite(value: Any) -> Any:
+    """`value` with each number that is not finite replaced by None, in dictionaries and lists too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+# --- tables
+
+
+def latest(records: Iterable[Record], identity: tuple[str, ...]) -> list[Record]:
+    """Of all records with equal `identity` values the last one, in the order of first appearance."""
+    kept: dict[str, Record] = {}
+    for record in records:
+        kept[json.dumps([record.get(key) for key in identity])] = record
+    return list(kept.values())
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A GitHub table; the first two columns are left-aligned words, the rest right-aligned figures."""
+    if not rows:
+        return "*No records yet.*"
+    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def eval_table(records: Iterable[Record]) -> str:
+    """Perplexity beside KL divergence and top-1 agreement: one row per model, recipe, text, windows and KV choice.
+
+    16-bit comes first within a model, then by rising perplexity; notes that the records carry stand below.
+    """
+    evals = [record for record in records if record["kind"] == "eval"]
+    row_key = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized")
+    groups: dict[str, dict[str, Record]] = {}
+    for record in latest(evals, (*row_key, "metric")):
+        groups.setdefault(json.dumps([record[key] for key in row_key]), {})[record["metric"]] = record
+    found = [metrics for metrics in groups.values() if "perplexity" in metrics]
+
+    def place(metrics: dict[str, Record]) -> tuple[Any, ...]:
+        head = metrics["perplexity"]
+        value = math.inf if head["value"] is None else head["value"]
+        return head["model"], head["task"], head["seq_len"], str(head["windows"]), head["recipe"] != "fp16", value
+
+    rows, notes = [], []
+    for metrics in sorted(found, key=place):
+        head = metrics["perplexity"]
+        note = head["protocol"].get("note") if isinstance(head["protocol"], dict) else None
+        if note and f"{head['model']}: {note}." not in notes:
+            notes.append(f"{head['model']}: {note}.")
+        rows.append(
+            [
+                head["model"],
+                head["recipe"],
+                f"{head['task']}, {head['windows']} x {head['seq_len']:,}",
+                _figure(head["value"]),
+                _figure(metrics["kl"]["value"], 4) if "kl" in metrics else "",
+                _percent(metrics["top1"]["value"]) if "top1" in metrics else "",
+                _percent(head["int4_mac_fraction"]),
+                "4-bit" if head["kv_quantized"] else "16-bit",
+            ]
+        )
+    header = ["model", "recipe", "text, windows", "perplexity", "KL to 16-bit", "top-1 as 16-bit", "4-bit share", "KV"]
+    return "\n\n".join([markdown(header, rows), *notes])
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "not finite" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+# marker name -> what stands between the markers
+TABLES: dict[str, Callable[[list[Record]], str]] = {"eval": eval_table}
+
+
+def fill(text: str, records: list[Record]) -> str:
+    """`text` with the lines between each pair of markers replaced by the table of that name."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        text = pattern.sub(lambda _, b=begin, t=table, e=end: f"{b}\n{t(records)}\n\n{e}", text)  # type: ignore[misc]
+    unknown = set(re.findall(r"<!-- table: ([\w-]+) -->", text)) - set(TABLES)
+    if unknown:
+        raise CometError(f"no table named {', '.join(sorted(unknown))}", f"tables are {', '.join(TABLES)}")
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Write the tables of the named files anew; records come from results/measured beside each."""
+    if not arguments:
+        print("usage: python -m comet_core.results README.md ...", file=sys.stderr)
+        return 2
+    try:
+        for name in arguments:
+            path = Path(name)
+            records = read(path.parent / "results" / "measured")
+            path.write_text(fill(path.read_text(encoding="utf-8"), records), encoding="utf-8")
+    except CometError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
