@@ -33,7 +33,7 @@ def demo(
     seq_len: Annotated[int, typer.Option(help="Tokens in each of them.", min=2)] = 2048,
     prompt: Annotated[str, typer.Option(help="Text that each model continues.")] = PROMPT,
 ) -> None:
-    """Quantize SmolLM2-135M and compare it with itself in 16 bit: fetch, calibrate, pack, eval, one table."""
+    """Fetch a small model, quantize it, print one table."""
     fetch.fetch(MODEL)
     home = runs.RUNS / "demo"
     measure = ["--ppl", "wikitext2", "--windows", str(windows), "--seq-len", str(seq_len), "--prompt", prompt]

@@ -27,7 +27,7 @@ def pack(
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Quantize MODEL and write it as a folder that holds packed 4-bit weights.
+    """Quantize MODEL into a folder of packed weights.
 
     Without a calibration it makes one first. Example: comet pack smollm2-135m
     """

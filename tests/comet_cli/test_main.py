@@ -1,0 +1,246 @@
+"""The command line as typed: what parses, what is printed where, and which exit code follows."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from comet_cli import calibrate, evaluate, main, runs
+from comet_cuda.errors import CometError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("calibrate", "pack", "eval", "bench", "demo", "doctor")
+
+
+@pytest.fixture(autouse=True)
+def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def comet(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of one command in this process."""
+    done = CliRunner().invoke(main.app, list(arguments))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("cli", "cuda", "."))}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+
+
+def test_help_lists_the_commands_and_loads_no_torch() -> None:
+    done = in_a_process(
+        "import sys; sys.argv = ['comet', '--help']\n"
+        "from comet_cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'datasets', 'matplotlib', 'lm_eval'} & set(sys.modules)\n"
+        "print('loaded:', sorted(heavy))"
+    )
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+    assert "loaded: []" in done.stdout
+
+
+@pytest.mark.slow
+def test_help_answers_in_under_0_3_seconds() -> None:
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        in_a_process("import sys; sys.argv = ['comet', '--help']\nfrom comet_cli.main import main\nmain()")
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[3] < 0.3, times
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    code, out, _ = comet(command, "--help")
+    assert code == 0
+    assert f"Usage: comet {command} " in out.replace("root", "comet") or f"{command} [OPTIONS]" in out
+
+
+def test_version() -> None:
+    code, out, _ = comet("--version")
+    assert (code, out.split()[0]) == (0, "comet")
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    code, out, err = comet("calibrate", "llama-7b", "--speling", "1")
+    assert (code, out) == (2, "")
+    assert "--speling" in err
+
+
+# --- the three lines of the card
+
+
+def test_calibrate_llama_7b_says_what_is_missing() -> None:
+    code, out, err = comet("calibrate", "llama-7b")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and "\nhint: " in err
+    assert "llama-7b" in err and "--weights random" in err
+    assert "Traceback" not in err
+
+
+def test_eval_without_any_packed_model_says_so() -> None:
+    code, out, err = comet("eval", "--ppl", "wikitext2")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: no model given, and none has been packed from this folder yet\n"
+        "hint: Give a model, or pack one first: comet pack smollm2-135m\n"
+    )
+
+
+def test_bench_on_a_cpu_says_in_one_line_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = comet("bench", "--batch", "256")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and "needs an NVIDIA GPU" in err
+
+
+@pytest.mark.parametrize("batch", ["", "0", "1,,2", "many", "-4", "1.5"])
+def test_bench_refuses_what_is_no_batch_size(batch: str) -> None:
+    code, _, err = comet("bench", "--batch", batch)
+    assert code == 2
+    assert "is not a list of batch sizes" in err
+
+
+# --- errors and interruption
+
+
+def test_errors_go_to_stderr_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise CometError("the thing is 7", "make it 8")
+
+    monkeypatch.setattr(calibrate, "prepare", broken)
+    assert comet("calibrate", "anything") == (2, "", "error: the thing is 7\nhint: make it 8\n")
+
+
+def test_ctrl_c_ends_with_130_and_a_word_on_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "prepare", interrupted)
+    code, out, err = comet("pack", "anything")
+    assert (code, out) == (130, "")
+    assert "Stopped." in err and "goes on" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "named"),
+    [
+        ("--weights", "fake", "--weights fake"),
+        ("--recipe", "w4a4kv5", "w4a4kv5"),
+        ("--layers", "0", "--layers"),
+        ("--samples", "0", "--samples"),
+    ],
+)
+def test_bad_values_are_named_before_work_starts(flag: str, value: str, named: str) -> None:
+    code, out, err = comet("calibrate", "smollm2-135m", flag, value)
+    assert (code, out) == (2, "")
+    assert named in err
+
+
+def test_eval_names_a_bad_device_dtype_or_record_file() -> None:
+    for arguments in (("--device", "tpu"), ("--dtype", "int3"), ("--device", "cuda:99"), ("--record", "numbers.csv")):
+        code, out, err = comet("eval", "somewhere", *arguments)
+        assert (code, out) == (2, "")
+        assert f"{arguments[0]} {arguments[1]}" in err
+
+
+# --- the last packed model
+
+
+def test_the_last_packed_folder_is_remembered(tmp_path: Path) -> None:
+    packed = tmp_path / "runs" / "m-r" / "packed"
+    packed.mkdir(parents=True)
+    runs.remember_packed(packed)
+    assert runs.last_packed() == packed
+    packed.rmdir()
+    with pytest.raises(CometError, match="is gone"):
+        runs.last_packed()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"packed": 7}', '{"other": "x"}'])
+def test_a_broken_note_of_the_last_packed_folder_is_named(content: str) -> None:
+    runs.RUNS.mkdir()
+    runs.LAST.write_text(content)
+    with pytest.raises(CometError, match="cannot be read"):
+        runs.last_packed()
+
+
+def test_run_folders_tell_real_and_cut_models_apart() -> None:
+    names = {
+        str(runs.run_folder("org/m", "r")),
+        str(runs.run_folder("org/m", "r", random=True)),
+        str(runs.run_folder("org/m", "r", layers=2)),
+        str(runs.run_folder("org/m", "r", random=True, layers=2)),
+    }
+    assert names == {"runs/org--m-r", "runs/org--m-random-r", "runs/org--m-2layers-r", "runs/org--m-random-2layers-r"}
+
+
+# --- what eval prints
+
+
+def eval_record(**changes: object) -> dict[str, object]:
+    record: dict[str, object] = {
+        "kind": "eval", "model": "m", "recipe": "w4a4kv4", "task": "wikitext2", "metric": "perplexity", "value": 28.5,
+        "windows": 8, "seq_len": 2048, "kv_quantized": True, "int4_mac_fraction": 0.845, "protocol": {"bos": False},
+        "provenance": {},
+    }  # fmt: skip
+    return {**record, **changes}
+
+
+def test_eval_shows_one_row_per_recipe() -> None:
+    rows = evaluate.table_rows(
+        [
+            eval_record(recipe="fp16", value=21.774, kv_quantized=False, int4_mac_fraction=None),
+            eval_record(),
+            eval_record(metric="kl", value=0.25),
+            eval_record(metric="top1", value=0.8),
+        ]
+    )
+    names = ("recipe", "perplexity", "KL", "top-1", "4-bit share", "KV")
+    assert rows == [
+        dict(zip(names, ("fp16", "21.774", "", "", "", "16-bit"), strict=True)),
+        dict(zip(names, ("w4a4kv4", "28.500", "0.25000", "80.00%", "84.5%", "4-bit"), strict=True)),
+    ]
+
+
+def test_eval_keeps_its_records_and_prints_them_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import comet_core.evaluate
+
+    asked: dict[str, object] = {}
+
+    def fake(model: str, **arguments: object) -> list[dict[str, object]]:
+        asked.update(arguments, model=model)
+        return [eval_record(), eval_record(metric="kl", value=float("nan"))]
+
+    monkeypatch.setattr(comet_core.evaluate, "evaluate_perplexity", fake)
+    code, out, err = comet("eval", "here", "--ppl", "c4", "--windows", "3", "--device", "cpu", "--no-compare", "--json")
+    assert code == 0
+    asked.pop("progress")
+    text = {"data": "c4", "windows": 3, "seq_len": 2048}
+    assert asked == {"model": "here", **text, "device": "cpu", "dtype": "float32", "compare": False}
+    first, second = map(json.loads, out.splitlines())
+    assert first["value"] == 28.5 and second["value"] is None
+    assert [json.loads(line) for line in (tmp_path / "runs" / "eval.jsonl").read_text().splitlines()] == [first, second]
+    assert "records: runs/eval.jsonl" in err
+
+
+def test_doctor_prints_versions_and_devices() -> None:
+    code, out, _ = comet("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["torch"] != "not installed" and "cores" in found["cpu"] and "paths" in found
+    code, out, _ = comet("doctor")
+    assert code == 0 and "transformers" in out

@@ -1,0 +1,165 @@
+"""Records survive crashes and concurrent writers; tables come from records alone."""
+
+import json
+import math
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from comet_core import results
+from comet_cuda.errors import CometError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def eval_record(**changes: object) -> results.Record:
+    record: results.Record = {
+        "kind": "eval",
+        "model": "smollm2-135m",
+        "recipe": "w4a4kv4",
+        "task": "wikitext2",
+        "metric": "perplexity",
+        "value": 28.5,
+        "windows": 8,
+        "seq_len": 2048,
+        "kv_quantized": True,
+        "int4_mac_fraction": 0.845,
+        "protocol": {"note": "dequantized from a 4-bit GGUF file"},
+        "provenance": {},
+    }
+    return {**record, **changes}
+
+
+def append_many(path: Path, name: str) -> None:
+    for _ in range(50):
+        results.append(path, eval_record(model=name))
+
+
+def test_append_and_read_give_back_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    results.append(path, eval_record())
+    results.append(path, eval_record(metric="kl", value=0.25, extra="kept"))
+    assert results.read(path) == [eval_record(), eval_record(metric="kl", value=0.25, extra="kept")]
+    assert results.read(path.parent) == results.read(path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "records.jsonl"
+    results.append(path, eval_record(value=value, protocol={"note": "", "shares": [value, 1.0]}))
+    (record,) = results.read(path)
+    assert record["value"] is None
+    assert record["protocol"]["shares"] == [None, 1.0]
+    assert "not finite" in results.eval_table([record])
+
+
+def test_a_record_lacking_a_key_is_refused(tmp_path: Path) -> None:
+    record = eval_record()
+    del record["seq_len"]
+    with pytest.raises(CometError, match="without seq_len"):
+        results.append(tmp_path / "records.jsonl", record)
+    with pytest.raises(CometError, match="kind 'evil'"):
+        results.append(tmp_path / "records.jsonl", {"kind": "evil"})
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_line_cut_short_is_named_and_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(eval_record()) + '\n{"kind": "ev')
+    results.append(path, eval_record(value=1.0))
+    with pytest.raises(CometError, match=re.escape(f"{path}:2: not JSON")):
+        results.read(path)
+    assert json.loads(path.read_text().splitlines()[2])["value"] == 1.0
+
+
+BROKEN = ["[1]", "7", '{"kind": "eval"}', '{"kind": ["eval"]}', pytest.param("[" * 100_000, id="deep")]
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_lines_that_are_no_records_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(CometError, match=re.escape(f"{path}:1:")):
+        results.read(path)
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    start = multiprocessing.get_context("fork" if "torch" not in sys.modules else "spawn")
+    writers = [start.Process(target=append_many, args=(path, name)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(record["model"] for record in results.read(path)) == ["a"] * 50 + ["b"] * 50
+
+
+def test_eval_table_puts_16_bit_first_and_takes_the_latest() -> None:
+    table = results.eval_table(
+        [
+            eval_record(value=99.0),
+            eval_record(recipe="w4a4-naive", value=160.0),
+            eval_record(recipe="fp16", value=21.77, kv_quantized=False, int4_mac_fraction=None),
+            eval_record(),
+            eval_record(metric="kl", value=0.1234),
+            eval_record(metric="top1", value=0.876),
+        ]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    assert [row[1] for row in rows[2:]] == ["fp16", "w4a4kv4", "w4a4-naive"]
+    assert rows[2][3:] == ["21.77", "", "", "", "16-bit"]
+    assert rows[3][3:] == ["28.50", "0.1234", "87.6%", "84.5%", "4-bit"]
+    assert table.count("dequantized from a 4-bit GGUF file") == 1
+
+
+def test_fill_replaces_only_what_stands_between_markers() -> None:
+    text = "before\n<!-- table: eval -->\nold\n<!-- end: eval -->\nafter\n"
+    filled = results.fill(text, [eval_record()])
+    assert filled.startswith("before\n<!-- table: eval -->\n\n| model |")
+    assert filled.endswith("<!-- end: eval -->\nafter\n")
+    assert "old" not in filled
+    assert results.fill(filled, [eval_record()]) == filled
+    with pytest.raises(CometError, match="no table named sales"):
+        results.fill("<!-- table: sales -->", [])
+
+
+def test_main_writes_tables_and_reports_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table: eval -->\n<!-- end: eval -->\n")
+    results.append(tmp_path / "results" / "measured" / "eval.jsonl", eval_record())
+    assert results.main([str(page)]) == 0
+    assert "28.50" in page.read_text()
+    page.write_text("<!-- table: nothing -->\n")
+    assert results.main([str(page)]) == 2
+    assert "error: no table named nothing" in capsys.readouterr().err
+
+
+def test_provenance_names_code_machine_and_moment_without_local_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/comet", "eval", str(Path.cwd() / "runs" / "a b"), f"{Path.home()}/m"])
+    found = results.provenance(recipe_digest="abc", seed=7)
+    assert found["command"] == "comet eval 'runs/a b' ~/m"
+    assert (found["recipe_digest"], found["seed"], found["device"], found["gpu"]) == ("abc", 7, "cpu", None)
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", found["git"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found["utc"])
+    assert found["torch"] and found["transformers"] and found["cpu"] and found["threads"] >= 1
+
+
+def test_readme_tables_are_the_generated_ones() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    records = results.read(ROOT / "results" / "measured")
+    assert results.fill(text, records) == text, "run: make tables"
+
+
+def test_paper_tables_are_whole() -> None:
+    for name, rows, columns in (("table1_perplexity.csv", 9, 13), ("table2_zeroshot.csv", 10, 9)):
+        head, *body = (ROOT / "results" / "paper" / name).read_text().splitlines()
+        assert len(body) == rows
+        assert {len(line.split(",")) for line in [head, *body]} == {columns}
+    for line in (ROOT / "results" / "paper" / "table2_zeroshot.csv").read_text().splitlines()[1:]:
+        *scores, average = map(float, line.split(",")[3:])
+        assert abs(sum(scores) / 5 - average) < 0.11, line  # each figure is rounded to one digit
