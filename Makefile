@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 WORKERS ?= 2
 PY := $(VENV)/bin/python
+QUIET := $(shell [ -t 2 ] || echo -q)  # pip draws its progress only where somebody looks
 STAMP := $(VENV)/.comet-installed
 DATA := $(abspath ../shared/data)
 ifneq ($(wildcard $(DATA)),)
@@ -36,14 +37,14 @@ $(STAMP): pyproject.toml | $(PY)
 	@if ! $(PY) -c 'import torch' 2>/dev/null; then \
 	    if [ -e /proc/driver/nvidia/version ]; then \
 	        echo "installing $(TORCH), CUDA build: a download of about 3 GB unless pip has it on disk" >&2; \
-	        $(PY) -m pip install -q "$(TORCH)"; \
+	        $(PY) -m pip install $(QUIET) "$(TORCH)"; \
 	    else \
 	        echo "installing $(TORCH), no NVIDIA device here: about 200 MB where pip finds a CPU build (else about 3 GB: give TORCH_INDEX=...)" >&2; \
-	        $(PY) -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)); \
+	        $(PY) -m pip install $(QUIET) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)); \
 	    fi; \
 	fi
-	@echo "installing comet and its tools: a download of about 350 MB unless pip has it on disk" >&2
-	@$(PY) -m pip install -q -e '.[dev]'
+	@echo "installing comet and its tools" >&2
+	@$(PY) -m pip install $(QUIET) -e '.[dev]'
 	@touch $@
 
 demo: setup  ## quantize SmolLM2-135M and print one table, under 10 minutes on 2 cores

@@ -129,7 +129,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def eval_table(records: Iterable[Record]) -> str:
     """Perplexity beside KL divergence and top-1 agreement: one row per model, recipe, text, windows and KV choice.
 
-    16-bit comes first within a model, then by rising perplexity; notes that the records carry stand below.
+    16-bit comes first within a model, then by rising perplexity; below stands what each base model is.
     """
     evals = [record for record in records if record["kind"] == "eval"]
     row_key = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized")
@@ -146,9 +146,9 @@ def eval_table(records: Iterable[Record]) -> str:
     rows, notes = [], []
     for metrics in sorted(found, key=place):
         head = metrics["perplexity"]
-        note = head["protocol"].get("note") if isinstance(head["protocol"], dict) else None
-        if note and f"{head['model']}: {note}." not in notes:
-            notes.append(f"{head['model']}: {note}.")
+        base = head["protocol"]["base"]  # what the 16-bit model itself is
+        if base != SIXTEEN_BIT and f"{head['model']}: {base}." not in notes:
+            notes.append(f"{head['model']}: {base}.")
         rows.append(
             [
                 head["model"],
@@ -172,6 +172,8 @@ def _figure(value: float | None, digits: int = 2) -> str:
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
+
+SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made from a quantized file
 
 # marker name -> what stands between the markers
 TABLES: dict[str, Callable[[list[Record]], str]] = {"eval": eval_table}

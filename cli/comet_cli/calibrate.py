@@ -41,7 +41,8 @@ def calibrate(
     """
     source, chosen = prepare(model, recipe, weights, layers, data=data, samples=samples, seq_len=seq_len, seed=seed)
     folder = out or default_folder(source, chosen, layers) / "calibration"
-    run(source, chosen, folder, options.use(device, dtype, threads), json=json)
+    options.set_threads(threads)
+    run(source, chosen, folder, device, dtype, json=json)
 
 
 def prepare(
@@ -65,19 +66,34 @@ def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) 
     return runs.run_folder(source.name, recipe.name, random=source.random_seed is not None, layers=layers)
 
 
-def run(source: "ModelSource", recipe: "Recipe", folder: Path, torch_choice: tuple[str, str], *, json: bool) -> None:
-    """Calibrate into `folder` and report; `comet pack` calls this too when it finds no calibration."""
-    from comet_core.calibrate import calibrate as calibrate_model
-    from comet_core.outliers import heat_map, report_table
+def run(source: "ModelSource", recipe: "Recipe", folder: Path, device: str, dtype: str, *, json: bool | None) -> None:
+    """Calibrate into `folder` and report as JSON, as a table, or (None) not at all; `comet pack` does the last."""
+    from comet_core import calibrate as core
 
-    device, dtype = torch_choice
-    calibrate_model(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
-    rows = report_table(folder)
+    found = core.calibrate(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
     picture = folder / "outliers.png"
-    heat_map(folder, picture)
+    core.heat_map(found, picture)
+    rows = [{"layer": group.layer, **group.report} for group in found.groups]
     if json:
         result = {"kind": "calibration", "model": source.name, "recipe": recipe.name, "folder": str(folder)}
-        console.data_json({**result, "heat_map": str(picture), "outliers": rows})
-    elif rows:
-        console.table("Outliers, before and after permutation", rows)
+        share = {"int4_mac_fraction": found.int4_mac_fraction}
+        console.data_json({**result, **share, "data": found.data, "heat_map": str(picture), "outliers": rows})
+    elif json is False:
+        console.table("Outliers, and the blocks that hold one before and after permutation", report(rows))
+        console.data(f"4-bit share of multiply-adds: {100 * found.int4_mac_fraction:.1f}%")
     console.talk(f"calibration: {folder}\nheat map:    {picture}")
+
+
+def report(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Outlier reports as table rows, shares in percent."""
+    shares = ("outlier_features", "outlier_channels", "consistency", "blocks_before", "blocks_after")
+    return [
+        {
+            "layer": str(row["layer"]),
+            "input of": str(row["group"]).rpartition(".")[2],
+            "channels": str(row["channels"]),
+            "peak / median": f"{row['peak']:,.1f}",
+            **{share.replace("_", " "): f"{100 * row[share]:.2f}%" for share in shares},
+        }
+        for row in rows
+    ]

@@ -43,13 +43,13 @@ def evaluate(
         console.talk(f"model: {model}, the last one packed from this folder")
     if ppl is None and prompt is None:
         ppl = "wikitext2"
-    torch_choice = options.use(device, dtype, threads)
+    options.set_threads(threads)
     if ppl is not None:
-        measure(model, ppl, windows, seq_len, torch_choice, compare=compare, record=record, json=json)
+        measure(model, ppl, windows, seq_len, device, dtype, compare=compare, record=record, json=json)
     if prompt is not None:
         from comet_core.evaluate import continue_prompt
 
-        text = continue_prompt(model, prompt, tokens, torch_choice[0], torch_choice[1])
+        text = continue_prompt(model, prompt, tokens, device, dtype)
         if json:
             console.data_json({"kind": "text", "model": model, "prompt": prompt, "text": text})
         else:
@@ -61,7 +61,8 @@ def measure(
     text: str,
     windows: int | None,
     seq_len: int,
-    torch_choice: tuple[str, str],
+    device: str,
+    dtype: str,
     *,
     compare: bool,
     record: Path | None,
@@ -71,7 +72,6 @@ def measure(
     from comet_core.evaluate import evaluate_perplexity
     from comet_core.results import append
 
-    device, dtype = torch_choice
     records = evaluate_perplexity(
         model,
         data=text,

@@ -6,8 +6,6 @@ import typer
 
 from comet_cuda.errors import CometError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 Model = Annotated[
     str,
     typer.Argument(help="An alias (llama-7b, smollm2-135m, ...), a folder, a GGUF file or a hub id.", metavar="MODEL"),
@@ -18,36 +16,19 @@ Recipe = Annotated[
 Weights = Annotated[str, typer.Option(help="real, or random for a dry run of a model that is not here.")]
 Layers = Annotated[int | None, typer.Option(help="Keep only the first N decoder layers.", min=1, metavar="N")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, ...).")]
-DType = Annotated[str, typer.Option(help=f"What the model computes in: {', '.join(DTYPES)}.")]
+DType = Annotated[str, typer.Option(help="What the model computes in: auto, float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1, metavar="N")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per result on stdout.")]
 
 DEFAULT_RECIPE = "w4a4kv4"
 
 
-def use(device: str, dtype: str, threads: int | None) -> tuple[str, str]:
-    """Check and settle device and dtype, set torch's threads. Imports torch.
-
-    Returns:
-        The device ("cpu", "cuda", "cuda:1") and the dtype's name: float32 on a CPU, bfloat16 on a GPU for "auto".
-    """
-    if dtype not in DTYPES:
-        raise CometError(f"--dtype {dtype} is not known", f"It may be {', '.join(DTYPES)}.")
-    import torch
-
+def set_threads(threads: int | None) -> None:
+    """Let torch use that many CPU threads. Imports torch if a number is given."""
     if threads is not None:
+        import torch
+
         torch.set_num_threads(threads)
-    here = torch.cuda.device_count()
-    if device == "auto":
-        device = "cuda" if here else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise CometError(f"--device {device} is not known", "It may be auto, cpu, cuda or cuda:N.")
-    if kind == "cuda" and int(index or 0) >= here:
-        raise CometError(f"--device {device}: torch sees {here} CUDA devices here", "Use --device cpu, or auto.")
-    if dtype == "auto":
-        dtype = "bfloat16" if kind == "cuda" else "float32"
-    return device, dtype
 
 
 def check_weights(weights: str) -> None:

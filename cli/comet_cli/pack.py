@@ -1,12 +1,17 @@
 """`comet pack MODEL`: model, calibration and recipe in, a packed Hugging Face folder out, layer by layer, resumable."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from comet_cli import calibrate, console, options, runs
 from comet_cuda.errors import CometError
+
+if TYPE_CHECKING:
+    from comet_core.model_source import ModelSource
+    from comet_core.recipe import Recipe
 
 
 def pack(
@@ -31,45 +36,60 @@ def pack(
 
     Without a calibration it makes one first. Example: comet pack smollm2-135m
     """
-    if calibration is not None and not calibration.is_dir():
-        raise CometError(f"--calibration {calibration} is no folder", f"Make it: comet calibrate {model}")
     flags: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len, "seed": seed}
+    given = calibration is not None
+    if given and any(value is not None for value in flags.values()):
+        raise CometError(
+            "--calibration and --data, --samples, --seq-len or --seed exclude each other",
+            "Leave out --calibration to calibrate anew.",
+        )
     source, chosen = calibrate.prepare(model, recipe, weights, layers, **flags)
-    home = calibrate.default_folder(source, chosen, layers)
-    torch_choice = options.use(device, dtype, threads)
-    if calibration is None:
-        calibration = home / "calibration"
-        if (calibration / "manifest.json").exists():
-            console.talk(f"calibration: {calibration}, found")
-        else:
-            console.talk(f"no calibration in {calibration}: calibrating first")
-            calibrate.run(source, chosen, calibration, torch_choice, json=False)
-    folder = out or home / "packed"
+    options.set_threads(threads)
+    from comet_core.calibrate import load_calibration
     from comet_core.pack import pack as pack_model
 
-    info = pack_model(
-        source, calibration, chosen, folder, device=torch_choice[0], dtype=torch_choice[1], progress=console.progress()
-    )
+    if calibration is not None and recipe is None:  # a calibration knows its recipe
+        chosen = load_calibration(calibration).recipe
+    home = calibrate.default_folder(source, chosen, layers)
+    if calibration is None:
+        calibration = home / "calibration"
+        if reason := why_not(calibration, source, chosen, flags):
+            console.talk(f"{calibration}: {reason}, so calibrating first")
+            calibrate.run(source, chosen, calibration, device, dtype, json=None)
+        else:
+            console.talk(f"calibration: {calibration}, found")
+    folder = out or home / "packed"
+    info = pack_model(source, calibration, chosen, folder, device=device, dtype=dtype, progress=console.progress())
     runs.remember_packed(info.folder)
     for warning in info.warnings:
         console.talk(f"warning: {warning}")
-    result = {
-        "model": source.name,
-        "recipe": chosen.name,
-        "folder": str(info.folder),
-        "bytes": info.bytes,
-        "int4_mac_fraction": info.int4_mac_fraction,
-        "kept_rtn": info.kept_rtn,
-    }
     if json:
-        console.data_json({"kind": "packed", **result, "warnings": list(info.warnings)})
+        console.data_json({"kind": "packed", "model": source.name, "recipe": chosen.name, **asdict(info)})
     else:
-        shown = {
-            **result,
-            "size": console.human_bytes(info.bytes),
+        ratio = f"{info.linear_bytes / info.linear_bytes_16bit:.3f}" if info.linear_bytes_16bit else ""
+        row = {
+            "model": source.name,
+            "recipe": chosen.name,
             "4-bit share": f"{100 * info.int4_mac_fraction:.1f}%",
-            "kept RTN": len(info.kept_rtn) if isinstance(info.kept_rtn, list | tuple) else info.kept_rtn,
+            "linears kept RTN": str(len(info.kept_rtn)),
+            "linears / 16-bit": ratio,
+            "size": console.human_bytes(info.bytes),
+            "folder": str(info.folder),
         }
-        names = ("model", "recipe", "4-bit share", "kept RTN", "size", "folder")
-        console.table("Packed", [{name: shown[name] for name in names}])
+        console.table("Packed", [row])
     console.talk("next: comet eval --ppl wikitext2")
+
+
+def why_not(folder: Path, source: "ModelSource", recipe: "Recipe", flags: dict[str, Any]) -> str:
+    """Why the calibration that lies in the run folder is not the one asked for; "" if it is."""
+    from comet_core.calibrate import load_calibration
+
+    try:
+        found = load_calibration(folder)
+    except CometError:
+        return "no finished calibration here"
+    if found.model["digest"] != source.digest():
+        return "this calibration is of another model"
+    if any(value is not None for value in flags.values()) and found.recipe.calibration != recipe.calibration:
+        return "this calibration has other data, samples, length or seed"
+    return ""

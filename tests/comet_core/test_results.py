@@ -27,7 +27,7 @@ def eval_record(**changes: object) -> results.Record:
         "seq_len": 2048,
         "kv_quantized": True,
         "int4_mac_fraction": 0.845,
-        "protocol": {"note": "dequantized from a 4-bit GGUF file"},
+        "protocol": {"base": "dequantized from a 4-bit GGUF file"},
         "provenance": {},
     }
     return {**record, **changes}
@@ -49,7 +49,7 @@ def test_append_and_read_give_back_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
     path = tmp_path / "records.jsonl"
-    results.append(path, eval_record(value=value, protocol={"note": "", "shares": [value, 1.0]}))
+    results.append(path, eval_record(value=value, protocol={"base": "", "shares": [value, 1.0]}))
     (record,) = results.read(path)
     assert record["value"] is None
     assert record["protocol"]["shares"] == [None, 1.0]
