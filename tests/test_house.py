@@ -14,8 +14,8 @@ LAYERS = {
 }  # may import itself and those before
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
-    "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan", "quantize",
-    "calibrate", "kv_cache", "linear", "packed", "model_card", "pack", "runner", "evaluate", "bench",
+    "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
+    "quantize", "calibrate", "kv_cache", "linear", "packed", "model_card", "pack", "runner", "evaluate", "bench",
 )  # fmt: skip
 MOST_LINES = 400
 
