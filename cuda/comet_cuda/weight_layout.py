@@ -9,7 +9,7 @@ read into a valid output and may hold anything.
   byte r * 128 + ((k // 16) ^ r) * 16 + k % 16. INT4 blocks hold the e4m3 byte of the signed integer (0 is 0x00, sign is
   bit 7), INT8 blocks its two's complement byte.
 - `meta` f32 [NB, A, 16]: for t in 0..3 the four floats (scale of token 2t, scale of 2t + 1, sum of 2t, sum of 2t + 1),
-  where sum is the sum of the block's 128 codes, an exact integer. One 16-byte load gives a thread all it needs of an atom.
+  where sum is the sum of the block's 128 codes, an exact integer. One 16-byte load gives a thread all of an atom.
 So a tile of n tokens of one block is n * 128 contiguous bytes of codes and n * 8 of meta, whatever n is.
 
 **Weights** (prepared once, at load). R = ceil(N / 64) row tiles; missing rows have code 0 and scale 0.

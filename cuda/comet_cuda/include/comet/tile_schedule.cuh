@@ -1,0 +1,74 @@
+// Which piece of the output a cluster works on: stream-K for the first tiles, whole tiles for the rest.
+//
+// A tile is (row group, token tile); its unit of work is one block of 128 channels. The first `stream_tiles` tiles, as
+// one line of stream_tiles * blocks units, are cut into equal ranges, one a cluster (one tile to many clusters, and the
+// reverse), so that every SM works to the end; the other tiles are dealt whole, a wave at a time. A cluster whose range
+// begins inside a tile hands its partial sum, f32, to the cluster that holds the tile's first unit; that one adds the
+// partial sums in ascending order of channels, so results do not depend on timing. Ranges are walked front to back: what
+// others wait for is computed first, so nobody waits for a cluster that itself waits.
+#pragma once
+
+namespace comet {
+
+struct Schedule {
+    int stream_tiles;  // tiles cut along K
+    int tiles;         // all tiles
+    int row_groups;    // tiles along the rows
+    int token_tiles;   // tiles along the tokens
+    int band;          // row groups walked together, so that concurrent clusters share operands in L2
+    int blocks;        // units a tile
+};
+
+struct Segment {
+    int tile, first, last;  // blocks first .. last - 1 of a tile
+};
+
+class Worker {
+   public:
+    __device__ __forceinline__ Worker(const Schedule& schedule, int cluster, int clusters)
+        : schedule_(schedule),
+          unit_(range_start(schedule, cluster, clusters)),
+          end_(range_start(schedule, cluster + 1, clusters)),
+          tile_(schedule.stream_tiles + cluster),
+          clusters_(clusters) {}
+
+    // First unit of a cluster's range.
+    static __device__ __forceinline__ int range_start(const Schedule& schedule, int cluster, int clusters) {
+        const int units = schedule.stream_tiles * schedule.blocks;
+        const int each = units / clusters, rest = units - each * clusters;
+        return cluster * each + min(cluster, rest);
+    }
+
+    __device__ __forceinline__ bool next(Segment& segment) {
+        if (unit_ < end_) {
+            segment.tile = unit_ / schedule_.blocks;
+            segment.first = unit_ - segment.tile * schedule_.blocks;
+            segment.last = min(schedule_.blocks, segment.first + end_ - unit_);
+            unit_ += segment.last - segment.first;
+            return true;
+        }
+        if (tile_ < schedule_.tiles) {
+            segment.tile = tile_;
+            segment.first = 0;
+            segment.last = schedule_.blocks;
+            tile_ += clusters_;
+            return true;
+        }
+        return false;
+    }
+
+   private:
+    const Schedule& schedule_;
+    int unit_, end_, tile_, clusters_;
+};
+
+// Bands of row groups; inside a band the row groups change fastest.
+__device__ __forceinline__ void tile_place(const Schedule& schedule, int tile, int& row_group, int& token_tile) {
+    const int per_band = schedule.band * schedule.token_tiles;
+    const int band = tile / per_band, within = tile - band * per_band;
+    const int width = min(schedule.band, schedule.row_groups - band * schedule.band);
+    token_tile = within / width;
+    row_group = band * schedule.band + within - token_tile * width;
+}
+
+}  // namespace comet

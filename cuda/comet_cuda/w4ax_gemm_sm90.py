@@ -1,0 +1,353 @@
+"""w4ax_gemm on Hopper, host side: tiled operands -> one launch of w4ax_gemm_sm90.cu.
+
+`prepare_weight_sm90` turns canonical weights into a `TiledWeight` once, at load. The op `comet::w4ax_gemm_tiled` takes
+it and tiled activations (quantize_act writes them). Which kernel runs, with which tiles, is read from tiles_sm90.json,
+a table that tools/tune_gemm.py measured; nothing is tuned at run time. On other devices the op is the reference.
+"""
+
+import functools
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import BLOCK
+from comet_cuda.errors import CometError
+from comet_cuda.jit import CompiledKernel, compile_kernel
+from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.w4ax_gemm import w4ax_gemm_ref
+from comet_cuda.weight_layout import (
+    ATOM_BYTES,
+    META_FLOATS,
+    ROW_TILE,
+    record_bytes,
+    tile_weight_sm90,
+    token_atoms,
+    untile_activations_sm90,
+    untile_weight_sm90,
+)
+
+SOURCE = "w4ax_gemm_sm90.cu"
+ENTRY = "w4ax_gemm_sm90"
+ARCH = "sm_90a"
+TABLE = Path(__file__).with_name("tiles_sm90.json")
+MASK_WORDS = 16  # 32-bit words of the INT8 mask: 512 blocks, 65,536 input channels
+SHARED_LIMIT = 232448  # bytes a cta may use: 227 KB
+OUT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+SM_COUNT = 132  # of H100 and H200 SXM; fewer or more are read from the device
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One compiled variant of the kernel and how its tiles are dealt."""
+
+    tokens: int  # n of wgmma: 8, 16, 24 or a multiple of 16 up to 192
+    row_wgs: int = 2  # consumer warpgroups, 64 rows each
+    cluster: int = 1  # ctas that share activations by multicast
+    stages: int = 6
+    ctas_per_sm: int = 1
+    ordered: int = 0  # 1: warpgroups take turns at the tensor cores
+    stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
+    band: int = 8  # row groups walked together
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.row_wgs + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """What the register file leaves each consumer thread, in steps of 8."""
+        launched = 65536 // self.ctas_per_sm // self.threads // 8 * 8
+        return min(240, (launched * (self.row_wgs + 1) - self.producer_registers) // self.row_wgs // 8 * 8)
+
+    @property
+    def producer_registers(self) -> int:
+        return 40
+
+    def stage_bytes(self, has_zero: bool) -> int:
+        size = self.tokens * (BLOCK + 8) + self.row_wgs * record_bytes(has_zero)
+        return -(-size // 1024) * 1024
+
+    def shared_bytes(self, has_zero: bool) -> int:
+        """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
+        return self.stage_bytes(has_zero) * self.stages + 1024 + 16 * self.stages
+
+    def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
+        """Preprocessor definitions of w4ax_gemm_sm90.cu."""
+        return {
+            "TOKENS": self.tokens,
+            "ROW_WGS": self.row_wgs,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "ORDERED": self.ordered,
+            "ZERO": int(has_zero),
+            "OUT": OUT_KINDS[out_dtype],
+            "CONSUMER_REGS": self.consumer_registers,
+            "PRODUCER_REGS": self.producer_registers,
+        }
+
+    def kernel(self, has_zero: bool, out_dtype: torch.dtype) -> CompiledKernel:
+        """Compile this variant, or find it in the cache."""
+        return compile_kernel(SOURCE, ENTRY, ARCH, self.defines(has_zero, out_dtype))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one problem shape is launched."""
+
+    tiles: Tiles
+    ctas: int
+    stream_tiles: int
+    partial_floats: int  # workspace
+    flags: int
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """A linear layer's weights in the kernel's layout."""
+
+    records: Tensor  # uint8 [R, NB, 4224 or 4288]
+    rows: int  # N
+    int8_mask: tuple[int, ...]  # 32-bit words, bit b % 32 of word b // 32: block b holds INT8 activations
+
+
+def int8_mask_words(block_bits: Tensor) -> tuple[int, ...]:
+    """uint8 [NB] of 4 and 8 -> 32-bit words with a bit set for each 8-bit block."""
+    words = [0] * (-(-block_bits.numel() // 32))
+    for block, bits in enumerate(block_bits.tolist()):
+        if bits not in (4, 8):
+            raise CometError(f"block_bits[{block}] is {bits}", "blocks of activations have 4 or 8 bits")
+        if bits == 8:
+            words[block // 32] |= 1 << (block % 32)
+    return tuple(words)
+
+
+def prepare_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor) -> TiledWeight:
+    """Canonical 4-bit weights (see w4ax_gemm.py) -> the kernel's layout, on the same device.
+
+    Args:
+        qweight: uint8 [N, 64 * NB]; w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB] or None; block_bits: uint8 [NB].
+    """
+    records = tile_weight_sm90(qweight, w_scale, w_zero, block_bits)
+    if records.is_cuda:
+        _workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
+    return TiledWeight(records, w_scale.shape[0], int8_mask_words(block_bits))
+
+
+@functools.cache
+def tile_table() -> tuple[dict[str, int], ...]:
+    """Rows of tiles_sm90.json in order; the first whose limits hold applies."""
+    return tuple(json.loads(TABLE.read_text())["rows"])
+
+
+def choose_tiles(tokens: int, rows: int, blocks: int) -> Tiles:
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
+    for row in tile_table():
+        if tokens <= row.get("max_tokens", tokens) and rows * blocks * BLOCK <= row.get("max_weights", 1 << 62):
+            return Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
+    raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
+
+
+def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) -> Plan:
+    """Deal the output tiles to clusters; see comet/tile_schedule.cuh."""
+    row_groups = -(-rows // (ROW_TILE * tiles.row_wgs * tiles.cluster))
+    count = row_groups * -(-tokens // tiles.tokens)
+    clusters = (sm_count if tiles.cluster < 4 else sm_count // 4 * 4 - 4) // tiles.cluster
+    waves, rest = divmod(count, clusters)
+    if not tiles.stream or rest == 0:
+        clusters, stream_tiles = min(clusters, count), 0
+    else:
+        stream_tiles = rest if waves == 0 else rest + clusters
+        clusters = min(clusters, stream_tiles * blocks)
+    ctas = clusters * tiles.cluster
+    groups = ctas * tiles.row_wgs
+    return Plan(tiles, ctas, stream_tiles, groups * ROW_TILE * tiles.tokens if stream_tiles else 0, groups)
+
+
+class Workspace:
+    """Partial sums and flags of tiles that several ctas share. The flags are zero whenever no kernel runs."""
+
+    def __init__(self, device: int) -> None:
+        self.partials = torch.empty(4 << 20, dtype=torch.float32, device=f"cuda:{device}")
+        self.flags = torch.zeros(4096, dtype=torch.int32, device=f"cuda:{device}")
+
+
+_WORKSPACES: dict[tuple[int, int], Workspace] = {}
+_FOR_GRAPHS = -1  # key of the workspace that captured launches use; graphs of one device must not run at the same time
+
+
+def _workspace(device: int, for_graphs: bool = False) -> Workspace:
+    """The workspace of the current stream; launches of one stream follow each other and share it."""
+    stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined,unused-ignore]
+    if for_graphs or torch.cuda.is_current_stream_capturing():
+        stream = _FOR_GRAPHS
+    found = _WORKSPACES.get((device, stream))
+    if found is None:
+        found = _WORKSPACES[device, stream] = Workspace(device)
+    return found
+
+
+@functools.cache
+def _sm_count(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_plan(
+    tokens: int, rows: int, blocks: int, has_zero: bool, out_dtype: torch.dtype, device: int, tiles: Tiles | None
+) -> tuple[Plan, CompiledKernel, int]:
+    chosen = tiles or choose_tiles(tokens, rows, blocks)
+    plan = make_plan(chosen, tokens, rows, blocks, _sm_count(device))
+    return plan, chosen.kernel(has_zero, out_dtype), chosen.shared_bytes(has_zero)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mask_bytes(words: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{MASK_WORDS}I", *words, *(0,) * (MASK_WORDS - len(words)))
+
+
+def check_operands(
+    x_codes: Tensor, x_meta: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, rows: int, mask: Sequence[int]
+) -> None:
+    """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
+    blocks = weight.shape[1]
+    atoms, tiles = token_atoms(tokens), -(-rows // ROW_TILE)
+    expected = {
+        "x_codes": (x_codes, torch.uint8, (blocks, atoms, ATOM_BYTES)),
+        "x_meta": (x_meta, torch.float32, (blocks, atoms, META_FLOATS)),
+        "weight": (weight, torch.uint8, (tiles, blocks, weight.shape[2])),
+    }
+    if bias is not None:
+        expected["bias"] = (bias, bias.dtype, (rows,))
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise CometError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
+                f"{tokens} tokens, {rows} rows and {blocks} blocks need contiguous {dtype} {shape}",
+            )
+    if weight.shape[2] not in (record_bytes(False), record_bytes(True)):
+        raise CometError(f"weight records have {weight.shape[2]} bytes", "make them with prepare_weight_sm90")
+    if len(mask) != -(-blocks // 32) or len(mask) > MASK_WORDS:
+        raise CometError(f"int8_mask has {len(mask)} words for {blocks} blocks", f"at most {MASK_WORDS * 32} blocks")
+
+
+def launch(
+    x_codes: Tensor,
+    x_meta: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_mask: Sequence[int],
+    out_dtype: torch.dtype,
+    tiles: Tiles | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """The CUDA implementation of `w4ax_gemm_tiled`; `tiles` overrides the table (tuning)."""
+    check_operands(x_codes, x_meta, weight, bias, tokens, rows, int8_mask)
+    if out_dtype not in OUT_KINDS:
+        raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
+    y = torch.empty(tokens, rows, dtype=out_dtype, device=weight.device)
+    if tokens == 0 or rows == 0:
+        return y
+    blocks, has_zero = weight.shape[1], weight.shape[2] == record_bytes(True)
+    device = weight.get_device()
+    plan, kernel, shared = _launch_plan(tokens, rows, blocks, has_zero, out_dtype, device, tiles)
+    workspace = _workspace(device)
+    if plan.partial_floats > workspace.partials.numel() or plan.flags > workspace.flags.numel():
+        raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
+    if bias is not None and bias.dtype != torch.float32:
+        bias = bias.float()
+    kernel.launch(
+        plan.ctas,
+        plan.tiles.threads,
+        (
+            weight,
+            x_codes,
+            x_meta,
+            bias,
+            y,
+            workspace.partials,
+            workspace.flags,
+            tokens,
+            rows,
+            blocks,
+            plan.stream_tiles,
+            plan.tiles.band,
+            _mask_bytes(tuple(int8_mask)),
+        ),
+        shared_bytes=shared,
+        pdl=pdl,
+    )
+    return y
+
+
+def w4ax_gemm_tiled_ref(
+    x_codes: Tensor,
+    x_meta: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_mask: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y = w4ax_gemm of tiled operands.
+
+    Args:
+        x_codes: uint8 [NB, A, 1024], x_meta: float32 [NB, A, 16]: tiled activations (weight_layout.py).
+        weight: uint8 [R, NB, 4224 or 4288]: `TiledWeight.records`.
+        bias: float [N] or None.
+        tokens: M; rows: N; int8_mask: `TiledWeight.int8_mask`.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        out_dtype [M, N].
+    """
+    check_operands(x_codes, x_meta, weight, bias, tokens, rows, int8_mask)
+    bits = torch.tensor([8 if int8_mask[b // 32] >> (b % 32) & 1 else 4 for b in range(weight.shape[1])])
+    codes, scale, _ = untile_activations_sm90(x_codes, x_meta, tokens, bits)
+    qweight, w_scale, w_zero = untile_weight_sm90(weight, rows, bits)
+    return w4ax_gemm_ref(codes, scale, qweight, w_scale, w_zero, bits, bias, out_dtype)
+
+
+def _fake(
+    x_codes: Tensor,
+    x_meta: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_mask: Sequence[int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return weight.new_empty(tokens, rows, dtype=out_dtype)
+
+
+define_op(
+    "w4ax_gemm_tiled(Tensor x_codes, Tensor x_meta, Tensor weight, Tensor? bias, SymInt tokens, SymInt rows,"
+    " int[] int8_mask, ScalarType out_dtype) -> Tensor",
+    w4ax_gemm_tiled_ref,
+    _fake,
+)
+LIBRARY.impl("w4ax_gemm_tiled", launch, "CUDA")
+
+
+def w4ax_gemm_tiled(
+    x_codes: Tensor,
+    x_meta: Tensor,
+    weight: TiledWeight,
+    tokens: int,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The op behind `w4ax_gemm_tiled_ref`, with the weight as one object."""
+    y: Tensor = torch.ops.comet.w4ax_gemm_tiled(
+        x_codes, x_meta, weight.records, bias, tokens, weight.rows, weight.int8_mask, out_dtype
+    )
+    return y
