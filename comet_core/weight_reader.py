@@ -104,8 +104,8 @@ class SafetensorsReader:
         if missing:
             raise CometError(
                 f"{folder} lacks {len(missing)} of the {len(table.shapes)} parameters, for example {missing[0]}",
-                "The files do not belong to this config.json, or this family's files arrange its weights in another way "
-                "than transformers does in memory, which COMET cannot read yet.",
+                "The files do not belong to this config.json, or this family's files arrange the weights in another "
+                "way than transformers does in memory, which COMET cannot read yet.",
             )
         for name, shape in table.shapes.items():
             if stored[name].shape != shape:
