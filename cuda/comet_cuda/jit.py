@@ -266,6 +266,16 @@ class CompiledKernel:
         loaded = self._loaded.get(device) or self.load(device)
         loaded.launch(grid, block, args, shared_bytes, pdl)
 
+    def launch_on(
+        self, device: int, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False
+    ) -> None:
+        """`launch` on GPU `device`, which need not be torch's current one."""
+        if device == torch.cuda.current_device():
+            self.launch(grid, block, args, shared_bytes, pdl)
+            return
+        with torch.cuda.device(device):
+            self.launch(grid, block, args, shared_bytes, pdl)
+
 
 @functools.cache
 def _compile_kernel(

@@ -1,0 +1,192 @@
+// Device pieces of quantize_act: element types, the exact division, the register Hadamard, packing of codes.
+//
+// Eight lanes share one block of 128 channels and hold 16 values each, in "slots" 0..15. Where a value's channel lies:
+//   natural order:  slot (j3 j2 j1 j0) of lane l (0..7) is channel 4 * (l + 8 * j3 + 16 * j2) + 2 * j1 + j0;
+//   start order:    channel 16 * l + 8 * (j3 ^ l1) + 4 * (j2 ^ l0) + 2 * j1 + j0   (l = 4 * l2 + 2 * l1 + l0).
+// The Hadamard takes the start order and leaves the natural one. Its stages with stride 1..8 stay inside a lane; those
+// with stride 16, 32, 64 exchange half of the registers with a neighbour, and each exchange moves a finished channel
+// bit out to the lanes. Because the gather may start in any order, the halves that are sent are always the same slots,
+// so no selects are needed; signs that the exchange leaves behind are folded into the final multiply. The float32
+// additions and their order are those of `hadamard_blocks`, so results are equal bit for bit.
+#pragma once
+
+typedef unsigned char uint8_t;
+typedef signed char int8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+
+namespace comet {
+
+constexpr int kBlock = 128;          // channels that share a scale
+constexpr int kLanesPerBlock = 8;    // lanes that share a block
+constexpr int kBlocksPerWarp = 32 / kLanesPerBlock;
+constexpr uint32_t kWarp = ~0u;
+constexpr int kSlots = 16;           // values a lane holds
+constexpr float kRound = 12582912.f; // 1.5 * 2^23: adding it rounds to the nearest even integer, in the low bits
+constexpr float kTiny = 0x1p-100f, kHuge = 0x1p100f; // scales between them divide without underflow
+constexpr float kHadamardNorm = 0.08838834764831845f; // 128^-0.5
+
+// ---- element types: bits in memory <-> float32
+
+struct Float32 {
+  static constexpr int kBytes = 4;
+  __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits); }
+  __device__ static float half_to_float(uint32_t bits, int) { return __uint_as_float(bits); }
+  __device__ static uint32_t from_float(float x) { return __float_as_uint(x); }
+};
+struct BFloat16 {
+  static constexpr int kBytes = 2;
+  __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits << 16); }
+  __device__ static float half_to_float(uint32_t pair, int half) { // one byte permutation, whichever half
+    return __uint_as_float(__byte_perm(pair, 0, half ? 0x3244 : 0x1044));
+  }
+  __device__ static uint32_t from_float(float x) {
+    uint16_t h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+  }
+};
+struct Float16 {
+  static constexpr int kBytes = 2;
+  __device__ static float to_float(uint32_t bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(uint16_t(bits)));
+    return x;
+  }
+  __device__ static float half_to_float(uint32_t pair, int half) { return to_float(half ? pair >> 16 : pair & 0xFFFFu); }
+  __device__ static uint32_t from_float(float x) {
+    uint16_t h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+  }
+};
+
+// ---- loads and stores of 8 and 16 bytes; x is read once, so it does not displace the permutation in the caches
+
+__device__ __forceinline__ uint2 load_once(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// ---- programmatic dependent launch (sm_90 and later; nothing before)
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- the register Hadamard
+
+__device__ __forceinline__ void hadamard_in_registers(float (&v)[kSlots], int lane, uint32_t mask) {
+  const float s0 = (lane & 1) ? -1.f : 1.f, s1 = (lane & 2) ? -1.f : 1.f, s2 = (lane & 4) ? -1.f : 1.f;
+#pragma unroll
+  for (int stride = 1; stride <= 2; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (i & stride) continue;
+      const float low = v[i], high = v[i + stride];
+      v[i] = __fadd_rn(low, high);
+      v[i + stride] = __fsub_rn(low, high);
+    }
+  }
+#pragma unroll
+  for (int stride = 4; stride <= 8; stride *= 2) { // a lane with s = -1 holds the pair the other way round
+    const float s = stride == 4 ? s0 : s1;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (i & stride) continue;
+      const float a = v[i], b = v[i + stride];
+      v[i] = __fmaf_rn(a, s, b);
+      v[i + stride] = __fmaf_rn(b, -s, a);
+    }
+  }
+#pragma unroll
+  for (int stage = 0; stage < 3; ++stage) { // channel strides 16, 32, 64
+    const int half = stage == 1 ? 8 : 4;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (i & half) continue;
+      const float mine = v[i], other = __shfl_xor_sync(mask, v[i + half], 1 << stage);
+      if (stage == 0) { // the third exchange wants its halves swapped in lanes with s2 = -1
+        v[i] = __fmaf_rn(other, s2, mine);
+        v[i + half] = __fmaf_rn(other, -s2, mine);
+      } else {
+        v[i] = __fadd_rn(mine, other);
+        v[i + half] = __fsub_rn(mine, other);
+      }
+    }
+  }
+  const float base = (lane & 4) ? s0 * kHadamardNorm : kHadamardNorm;
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    float factor = base;
+    if (i & 8) factor *= s1;
+    if (i & 4) factor *= s2;
+    v[i] = __fmul_rn(v[i], factor);
+  }
+}
+
+// ---- reductions over the eight lanes of a block
+
+__device__ __forceinline__ float block_max(float x) {
+#pragma unroll
+  for (int d = 1; d < kLanesPerBlock; d *= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, d));
+  return x;
+}
+__device__ __forceinline__ int block_sum(int x) {
+#pragma unroll
+  for (int d = 1; d < kLanesPerBlock; d *= 2) x += __shfl_xor_sync(kWarp, x, d);
+  return x;
+}
+
+// ---- codes
+
+// x / scale, correctly rounded: an approximate quotient and one exact remainder (Markstein), for kTiny <= scale <= kHuge.
+// Where the remainder underflows, the quotient is far below 1/2 and its code is 0 either way.
+__device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
+  const float q = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
+}
+
+// Low bytes of four words -> one word.
+__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+__device__ __forceinline__ int add_bytes(uint32_t bytes, int sum) {
+  asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101));
+  return sum;
+}
+
+#if __CUDA_ARCH__ >= 890
+// Four integers in [-7, 7], as floats -> their e4m3 bytes.
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return uint32_t(low) | (uint32_t(high) << 16);
+}
+#endif
+
+// Four signed bytes in [-7, 7] -> four nibbles, channel order from the low nibble up.
+__device__ __forceinline__ uint16_t pack_nibbles(uint32_t bytes) {
+  const uint32_t low = bytes & 0x0F0F0F0Fu;
+  return uint16_t(__byte_perm(low | (low >> 4), 0, 0x4420));
+}
+
+} // namespace comet
