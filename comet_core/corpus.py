@@ -118,12 +118,17 @@ def _wikitext(rows: list[str], role: Role, origin: str) -> Corpus:
 
 
 def _pydoc(role: Role) -> Corpus:
-    """English prose that every Python carries: help topics; even ones calibrate, odd ones are for perplexity."""
+    """English prose that every Python carries: help topics; even ones calibrate, odd ones are for perplexity.
+
+    Some topics repeat others, whole or in part; only the longest of such texts is taken, so the halves share none.
+    """
     from pydoc_data.topics import topics
 
-    first = 0 if role == "calibration" else 1
-    texts = [topics[key] for key in sorted(topics)][first::2]
-    split = "even topics" if role == "calibration" else "odd topics"
+    kept: list[str] = []
+    for text in sorted(topics.values(), key=lambda text: (-len(text), text)):
+        if not any(text.strip() in longer for longer in kept):
+            kept.append(text)
+    texts, split = (kept[::2], "even topics") if role == "calibration" else (kept[1::2], "odd topics")
     return _corpus("pydoc", texts, "documents joined with two newlines", "embedded", split)
 
 
