@@ -68,11 +68,12 @@ def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) 
 
 def run(source: "ModelSource", recipe: "Recipe", folder: Path, device: str, dtype: str, *, json: bool | None) -> None:
     """Calibrate into `folder` and report as JSON, as a table, or (None) not at all; `comet pack` does the last."""
-    from comet_core import calibrate as core
+    from comet_core.calibrate import calibrate as calibrate_model
+    from comet_core.calibration import heat_map
 
-    found = core.calibrate(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
+    found = calibrate_model(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
     picture = folder / "outliers.png"
-    core.heat_map(found, picture)
+    heat_map(found, picture)
     rows = [{"layer": group.layer, **group.report} for group in found.groups]
     if json:
         result = {"kind": "calibration", "model": source.name, "recipe": recipe.name, "folder": str(folder)}

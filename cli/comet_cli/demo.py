@@ -8,6 +8,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +19,9 @@ from comet_cli.evaluate import protocol_line
 from comet_cuda.errors import CometError
 
 MODEL = "smollm2-135m"
-SCHEMES = {  # recipe -> its name in the table, in the order they are made
-    "w4a4-naive": "W4A4KV4, no permutation or 8-bit blocks",
-    "w4a4kv4": "W4A4KV4",
-}
+NAIVE, DEFAULT = "w4a4-naive", "w4a4kv4"
+TITLES = {NAIVE: "W4A4KV4, no permutation or 8-bit blocks", DEFAULT: "W4A4KV4"}  # in the order they are made
+NAIVE_SAMPLES = 1  # plain rounding learns nothing from calibration text: more would change no byte of its weights
 PROMPT = "The three most common gases in the air are"
 Records = list[dict[str, Any]]
 
@@ -39,9 +39,10 @@ def demo(
     measure = ["--ppl", "wikitext2", "--windows", str(windows), "--seq-len", str(seq_len), "--prompt", prompt]
     rows = []
     protocol: Any = None
-    for recipe, title in SCHEMES.items():
+    for recipe, title in TITLES.items():
         calibration, packed = home / recipe / "calibration", home / recipe / "packed"
-        size = ["--samples", str(samples), "--seq-len", str(calibration_seq_len)]
+        count = NAIVE_SAMPLES if recipe == NAIVE else samples
+        size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
         step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
         step("pack", MODEL, "--recipe", recipe, "--calibration", str(calibration), "--out", str(packed))
         records = step("eval", str(packed), *measure, "--no-compare")
@@ -58,11 +59,13 @@ def step(*arguments: str) -> Records:
     """Run one comet command; its talk goes to our stderr, its JSON lines are the result."""
     console.talk(f"$ comet {shlex.join(arguments)}")
     command = [sys.executable, "-m", "comet_cli", *arguments, "--json"]
+    start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
         raise CometError(f"comet {arguments[0]} ended with {done.returncode}", "Its own lines above say why.")
+    console.talk(f"  {console.human_seconds(time.monotonic() - start)}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -1,12 +1,11 @@
 """`comet doctor`: what this machine has, and what COMET will do with it."""
 
-import importlib.util
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 from comet_cli import console, options
+from comet_cuda.errors import CometError
 
 PACKAGES = ("comet-w4a4kv4", "torch", "transformers", "safetensors", "datasets", "gguf", "cuda-core", "cuda-bindings",
             "nvidia-cuda-nvrtc", "lm-eval", "vllm")  # fmt: skip
@@ -20,8 +19,7 @@ def doctor(json: options.Json = False) -> None:
         console.data_json({"kind": "doctor", **facts, "paths": paths})
         return
     console.table("This machine", [{"what": key, "value": value} for key, value in facts.items()])
-    if paths:
-        console.table("Ops", [{"op": op, "path": str(path)} for op, path in paths.items()])
+    console.table("Paths", paths)
 
 
 def versions() -> dict[str, str]:
@@ -62,10 +60,17 @@ def folders() -> dict[str, str]:
     }
 
 
-def op_paths() -> dict[str, Any]:
-    """Op -> what runs it on this machine and why; empty if comet_cuda has no dispatch."""
-    if importlib.util.find_spec("comet_cuda.dispatch") is None:
-        return {}
+def op_paths() -> list[dict[str, str]]:
+    """For each GPU and op: which path runs it here, and why. Without a GPU every op runs its reference."""
+    import torch
+
     from comet_cuda import dispatch
 
-    return dict(dispatch.paths())
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            taken = dispatch.paths(torch.cuda.get_device_capability(index))
+        except CometError as error:  # one GPU that is too old does not hide the others
+            taken = [("all", "none", error.message)]
+        rows += [{"gpu": str(index), "op": op, "path": path, "why": why} for op, path, why in taken]
+    return rows or [{"gpu": "none", "op": "all", "path": "reference", "why": "PyTorch on the CPU, exact but not fast"}]

@@ -45,7 +45,7 @@ def pack(
         )
     source, chosen = calibrate.prepare(model, recipe, weights, layers, **flags)
     options.set_threads(threads)
-    from comet_core.calibrate import load_calibration
+    from comet_core.calibration import load_calibration
     from comet_core.pack import pack as pack_model
 
     if calibration is not None and recipe is None:  # a calibration knows its recipe
@@ -82,7 +82,7 @@ def pack(
 
 def why_not(folder: Path, source: "ModelSource", recipe: "Recipe", flags: dict[str, Any]) -> str:
     """Why the calibration that lies in the run folder is not the one asked for; "" if it is."""
-    from comet_core.calibrate import load_calibration
+    from comet_core.calibration import load_calibration
 
     try:
         found = load_calibration(folder)

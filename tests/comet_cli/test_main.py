@@ -237,10 +237,26 @@ def test_eval_keeps_its_records_and_prints_them_as_json(monkeypatch: pytest.Monk
     assert "records: runs/eval.jsonl" in err
 
 
-def test_doctor_prints_versions_and_devices() -> None:
+def test_doctor_prints_versions_devices_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     code, out, _ = comet("doctor", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["torch"] != "not installed" and "cores" in found["cpu"] and "paths" in found
+    assert found["torch"] != "not installed" and "cores" in found["cpu"]
+    assert [row["path"] for row in found["paths"]] == ["reference"]
     code, out, _ = comet("doctor")
     assert code == 0 and "transformers" in out
+
+
+def test_doctor_names_the_path_of_each_gpu_and_one_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from comet_cli import doctor
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (7, 5)][index])
+    rows = doctor.op_paths()
+    assert {row["op"]: row["path"] for row in rows if row["gpu"] == "0"}["w4ax_gemm"] == "sm_90"
+    assert [row["path"] for row in rows if row["gpu"] == "1"] == ["none"]
