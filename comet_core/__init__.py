@@ -1,1 +1,1 @@
-"""The algorithm of COMET: recipe and model in, packed W4A4KV4 checkpoint and its accuracy out. Imports comet_cuda only."""
+"""The algorithm of COMET: recipe and model in, packed W4A4KV4 checkpoint and its accuracy out."""

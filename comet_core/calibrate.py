@@ -1,0 +1,264 @@
+"""ModelSource + Recipe -> Calibration: what every group's input looks like, and the block plan that follows.
+
+The model runs once over the calibration windows, layer by layer in 16-bit precision of its weights: one layer and the
+hidden states are in memory at a time. When all layers have been measured, the budget of 8-bit blocks is spent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet_core.calibration import Calibration, GroupPlan, save, writable_folder
+from comet_core.corpus import calibration_windows, load_corpus, random_windows
+from comet_core.decoder import PROBE_TOKENS, Call, Decoder, LinearGroup, layer_linears, linear_groups, run_layer
+from comet_core.hidden import HiddenStates
+from comet_core.model_source import ModelSource
+from comet_core.observe import SAMPLE_TOKENS, ChannelStats, observe
+from comet_core.outliers import outlier_channels, report_outliers
+from comet_core.plan import (
+    BlockPlan,
+    PlanChoice,
+    block_costs,
+    block_error,
+    choose_permutation,
+    clip_values,
+    output_energy,
+    place_int8_blocks,
+    segments_for,
+    spend_budget,
+)
+from comet_core.progress import Progress
+from comet_core.recipe import LinearSpec, Recipe
+from comet_cuda.affine import num_blocks
+from comet_cuda.errors import CometError
+
+
+def resolve_compute(device: str, dtype: str) -> tuple[str, torch.dtype]:
+    """("auto" | name, "auto" | name) -> device and compute type: float32 on a CPU, bfloat16 on a GPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    if dtype not in names:
+        raise CometError(f"dtype={dtype!r} is not known", f"one of auto, {', '.join(names)}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CometError(
+            f"device={device!r} cannot be used: {str(error).splitlines()[0]}", "use cpu or auto"
+        ) from error
+    return device, names[dtype]
+
+
+def calibration_tokens(source: ModelSource, recipe: Recipe) -> tuple[Tensor, dict[str, Any]]:
+    """Token windows int64 [samples, seq_len] by the recipe, and what they are, for the manifest."""
+    spec = recipe.calibration
+    how = {"samples": spec.samples, "seq_len": spec.seq_len, "seed": spec.seed}
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        vocab = source.config.get_text_config().vocab_size
+        tokens = random_windows(vocab, samples=spec.samples, seq_len=spec.seq_len, seed=spec.seed)
+        return tokens, {"name": "random tokens", "origin": "random", "sha256": "", **how}
+    corpus = load_corpus(spec.data, role="calibration")
+    tokens = calibration_windows(corpus, tokenizer, samples=spec.samples, seq_len=spec.seq_len, seed=spec.seed)
+    return tokens, {"name": corpus.name, "origin": corpus.origin, "sha256": corpus.sha256, **how}
+
+
+def embed_windows(decoder: Decoder, tokens: Tensor, hidden: HiddenStates) -> dict[int, list[Call]]:
+    """Fill `hidden` with what enters layer 0 and return the layers' arguments by number of windows a step."""
+    calls: dict[int, list[Call]] = {}
+    decoder.load_non_layers()
+    for start, stop in hidden.ranges():
+        hidden.write(start, stop, decoder.first_hidden(tokens[start:stop]))
+        if stop - start not in calls:
+            calls[stop - start] = decoder.calls(tokens[start:stop])
+    return calls
+
+
+def hidden_width(decoder: Decoder) -> int:
+    """Channels of the hidden states between layers."""
+    return int(decoder.model.config.get_text_config().hidden_size)
+
+
+@torch.no_grad()
+def calibrate(
+    source: ModelSource, recipe: Recipe, out: Path, *, device: str = "auto", dtype: str = "auto", progress: Progress
+) -> Calibration:
+    """Calibrate and write the artifact to `out`.
+
+    Args:
+        source: the model. recipe: its calibration, activations and blocks sections are used.
+        out: folder, made if missing; an artifact that is there is replaced at the end.
+        device, dtype: "auto" or torch names. progress: told about every step.
+
+    Errors:
+        CometError for models, data or recipes that do not fit each other, before the long part where possible.
+    """
+    device, compute = resolve_compute(device, dtype)
+    tokens, data = calibration_tokens(source, recipe)
+    decoder = Decoder(source, device=device, dtype=compute)
+    count = len(decoder.layers)
+    probe = tokens[:1, :PROBE_TOKENS]
+    hidden = HiddenStates(
+        *tokens.shape, hidden_width(decoder), dtype=compute, device=decoder.device, spill_folder=writable_folder(out)
+    )
+    calls = embed_windows(decoder, tokens, hidden)
+    probe_hidden, probe_calls = decoder.first_hidden(probe), decoder.calls(probe)
+    for _, module in decoder.non_layer_modules():
+        decoder.unload(module)
+    keep = -(-SAMPLE_TOKENS // len(hidden.ranges()))
+    measured: list[_Measured] = []
+    with progress.task("calibrate", count * len(hidden.ranges())) as task:
+        for index in range(count):
+            label = f"{decoder.layer_prefix}.{index}"
+            layer = decoder.load_layer(index)
+            groups = linear_groups(layer, probe_hidden, probe_calls[index], label)
+            with observe(layer, groups, keep) as stats:
+                for start, stop in hidden.ranges():
+                    states = run_layer(layer, hidden.read(start, stop), calls[stop - start][index])
+                    hidden.write(start, stop, states)
+                    task.advance()
+            probe_hidden = run_layer(layer, probe_hidden, probe_calls[index])
+            for group in groups:
+                measured.append(_measure(index, label, group, stats[group.names[0]], layer, recipe))
+            decoder.release_layer(index)
+    calibration = Calibration(
+        recipe=recipe,
+        model={"name": source.name, "origin": source.origin, "note": source.note, "digest": source.digest()},
+        data=data,
+        tokens=tokens,
+        groups=tuple(_plan_groups(measured, recipe)),
+        layer_prefix=decoder.layer_prefix,
+        int4_mac_fraction=_int4_share(measured),
+    )
+    save(calibration, out)
+    return calibration
+
+
+@dataclass
+class _Measured:
+    """One group after its layer has run: everything the plan needs, samples and weights already reduced."""
+
+    layer: int
+    group: LinearGroup
+    quantized: tuple[str, ...]
+    spec: LinearSpec
+    absmax: Tensor
+    report: dict[str, Any]
+    perm: Tensor
+    choice: PlanChoice
+    int8_blocks: int  # by threshold; the budget rule overwrites it
+
+    @property
+    def is_w4a4(self) -> bool:
+        """True if blocks of this group may run W4A4."""
+        return bool(self.quantized) and self.spec.weights.bits == 4 and self.spec.activations.bits == 4
+
+
+def _measure(
+    index: int, label: str, group: LinearGroup, stats: ChannelStats, layer: torch.nn.Module, recipe: Recipe
+) -> _Measured:
+    names = [f"{label}.{name}" for name in group.names]
+    specs = {name: recipe.for_linear(full) for name, full in zip(group.names, names, strict=True)}
+    quantized = tuple(name for name in group.names if not specs[name].kept)
+    spec = _common_spec(quantized, specs, label) if quantized else specs[group.names[0]]
+    if not bool(torch.isfinite(stats.absmax).all()):
+        raise CometError(f"{names[0]}: its input holds NaN or Inf during calibration", "use --dtype float32")
+    channels = group.in_channels
+    segments = segments_for(names, channels, spec.blocks)
+    importance = IMPORTANCE[spec.blocks.order](stats)
+    identity = torch.arange(channels, dtype=torch.int32, device=importance.device)
+    perm = choose_permutation(importance, segments) if spec.blocks.permute and quantized else identity
+    cost = block_costs(channels, sum(layer_linears(layer)[name].out_features for name in quantized))
+    gain = torch.zeros(num_blocks(channels), dtype=torch.float64)
+    measured = _Measured(
+        layer=index,
+        group=group,
+        quantized=quantized,
+        spec=spec,
+        absmax=stats.absmax.cpu(),
+        report=report_outliers(names[0], stats, spec.blocks.threshold).row(),
+        perm=perm.cpu(),
+        choice=PlanChoice(gain, cost, segments),
+        int8_blocks=0,
+    )
+    if measured.is_w4a4:
+        weight = torch.cat([layer_linears(layer)[name].weight.float() for name in quantized])
+        x = stats.sample
+        error4 = block_error(x, weight, perm, 4, spec.activations)
+        error8 = block_error(x, weight, perm, 8, spec.activations)
+        energy = max(output_energy(x, weight), 1e-30)
+        measured.choice = PlanChoice(((error4 - error8) / energy).cpu(), cost, segments)
+        if spec.blocks.rule == "threshold":
+            wanted = num_blocks(int(outlier_channels(stats.absmax, spec.blocks.threshold).sum()))
+            measured.int8_blocks = -(-wanted // segments) * segments
+    return measured
+
+
+def _common_spec(names: Sequence[str], specs: dict[str, LinearSpec], label: str) -> LinearSpec:
+    """The settings that linears sharing one input must share too."""
+    first = specs[names[0]]
+    for name in names[1:]:
+        if (specs[name].activations, specs[name].blocks) != (first.activations, first.blocks):
+            raise CometError(
+                f"{label}: {names[0]} and {name} read the same input but the recipe's overrides give them different "
+                "activations or blocks settings",
+                "make the override's match cover all of them",
+            )
+    return first
+
+
+IMPORTANCE = {
+    "absmax": lambda stats: stats.absmax,
+    "hessian": lambda stats: stats.weighted_square_sum.float(),
+}
+
+
+def _plan_groups(measured: list[_Measured], recipe: Recipe) -> list[GroupPlan]:
+    """Spend the budget and turn measurements into plans."""
+    budgeted = [m for m in measured if m.is_w4a4 and m.spec.blocks.rule == "budget"]
+    if budgeted:
+        fixed = sum(_fixed_cost(m) for m in measured if not (m.is_w4a4 and m.spec.blocks.rule == "budget"))
+        counts = spend_budget([m.choice for m in budgeted], fixed, recipe.blocks.int4_mac_fraction)
+        for m, blocks in zip(budgeted, counts, strict=True):
+            m.int8_blocks = blocks
+    return [_plan_group(m) for m in measured]
+
+
+def _plan_group(m: _Measured) -> GroupPlan:
+    total = num_blocks(m.group.in_channels)
+    if m.spec.activations.bits == 4 and m.quantized:
+        bits = place_int8_blocks(total, m.int8_blocks, m.choice.segments)
+    else:
+        bits = torch.full((total,), m.spec.activations.bits if m.quantized else 16, dtype=torch.uint8)
+    hadamard = m.spec.activations.hadamard and bool((bits == 4).any())
+    plan = BlockPlan(m.perm, bits, clip_values(bits, m.spec.activations), hadamard)
+    report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
+    return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
+
+
+def _all_cost(m: _Measured) -> int:
+    """Multiply-adds a token of the whole group, kept linears included."""
+    return m.group.in_channels * m.group.out_rows
+
+
+def _fixed_cost(m: _Measured) -> int:
+    """Multiply-adds of a group outside the budget that are not W4A4."""
+    return _all_cost(m) - _int4_cost(m)
+
+
+def _int4_cost(m: _Measured) -> int:
+    if not m.is_w4a4:
+        return 0
+    bits = place_int8_blocks(len(m.choice.cost), m.int8_blocks, m.choice.segments)
+    return int(m.choice.cost[bits == 4].sum())
+
+
+def _int4_share(measured: list[_Measured]) -> float:
+    """Share of the decoder linears' multiply-adds, on real channels, that run W4A4."""
+    return sum(map(_int4_cost, measured)) / sum(map(_all_cost, measured))

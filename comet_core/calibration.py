@@ -1,0 +1,177 @@
+"""Calibration: what `calibrate` found and `pack` starts from, as a value and as a folder.
+
+The folder holds `statistics.safetensors` (the token windows; per group the channel maxima and the plan) and
+`calibration.json` (recipe, model, data, groups, outlier report), which is written last and makes it valid.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet_core.decoder import LinearGroup
+from comet_core.outliers import draw_heat_map
+from comet_core.plan import BlockPlan
+from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
+from comet_cuda.affine import num_blocks
+from comet_cuda.errors import CometError
+
+FORMAT_VERSION = 1
+MANIFEST, STATISTICS = "calibration.json", "statistics.safetensors"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One LinearGroup of one layer with its plan. `quantized` are the linears whose weights are not kept in 16 bit."""
+
+    layer: int
+    group: LinearGroup
+    quantized: tuple[str, ...]
+    plan: BlockPlan
+    absmax: Tensor  # f32 [K]
+    report: dict[str, Any]
+
+    @property
+    def folded(self) -> bool:
+        """True if the producer's rows carry the permutation."""
+        return bool(self.group.producers)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found; `save` and `load_calibration` are inverse."""
+
+    recipe: Recipe
+    model: dict[str, Any]  # name, origin, note, digest
+    data: dict[str, Any]  # name, origin, sha256, samples, seq_len, seed
+    tokens: Tensor  # int64 [samples, seq_len]
+    groups: tuple[GroupPlan, ...]
+    layer_prefix: str
+    int4_mac_fraction: float
+
+
+def writable_folder(out: Path) -> Path:
+    """Make `out` before any work, so that an unwritable place is named at once."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another folder with --out") from error
+    return out
+
+
+def save(calibration: Calibration, out: Path) -> None:
+    """Write the artifact: statistics first, the manifest that makes it valid last, both by rename."""
+    from safetensors.torch import save_file
+
+    writable_folder(out)
+    tensors = {"tokens": calibration.tokens.to(torch.int32)}
+    groups = []
+    for item in calibration.groups:
+        key = f"{calibration.layer_prefix}.{item.layer}.{item.group.names[0]}"
+        tensors |= {
+            f"{key}.absmax": item.absmax,
+            f"{key}.perm": item.plan.perm,
+            f"{key}.block_bits": item.plan.block_bits,
+            f"{key}.act_clip": item.plan.clip,
+        }
+        groups.append(
+            {
+                "layer": item.layer,
+                "group": asdict(item.group),
+                "quantized": item.quantized,
+                "hadamard": item.plan.hadamard,
+                "report": item.report,
+            }
+        )
+    (out / MANIFEST).unlink(missing_ok=True)
+    save_file(tensors, out / (STATISTICS + ".tmp"))
+    (out / (STATISTICS + ".tmp")).rename(out / STATISTICS)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "recipe": recipe_to_dict(calibration.recipe),
+        "recipe_digest": digest(calibration.recipe),
+        "model": calibration.model,
+        "data": calibration.data,
+        "layer_prefix": calibration.layer_prefix,
+        "int4_mac_fraction": calibration.int4_mac_fraction,
+        "groups": groups,
+    }
+    (out / (MANIFEST + ".tmp")).write_text(json.dumps(manifest, indent=1))
+    (out / (MANIFEST + ".tmp")).rename(out / MANIFEST)
+
+
+def load_calibration(folder: Path) -> Calibration:
+    """Read an artifact back.
+
+    Errors:
+        CometError if it is missing, unfinished, damaged, or from a later version.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    redo = "run `comet calibrate` again"
+    if not (folder / MANIFEST).is_file():
+        raise CometError(f"{folder}: no {MANIFEST} in this folder, so it holds no finished calibration", redo)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        version = manifest["format_version"]
+        if version != FORMAT_VERSION:
+            raise CometError(
+                f"{folder}: calibration format {version}, this COMET reads {FORMAT_VERSION}", "update COMET, or " + redo
+            )
+        with safe_open(folder / STATISTICS, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        groups = tuple(_load_group(item, manifest["layer_prefix"], tensors) for item in manifest["groups"])
+        return Calibration(
+            recipe=recipe_from_dict(manifest["recipe"]),
+            model=manifest["model"],
+            data=manifest["data"],
+            tokens=tensors["tokens"].long(),
+            groups=groups,
+            layer_prefix=manifest["layer_prefix"],
+            int4_mac_fraction=float(manifest["int4_mac_fraction"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CometError(f"{folder}: the calibration is damaged ({type(error).__name__}: {error})", redo) from error
+
+
+def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> GroupPlan:
+    given = item["group"]
+    group = LinearGroup(
+        tuple(given["names"]), int(given["in_channels"]), int(given["out_rows"]), tuple(given["producers"])
+    )
+    key = f"{prefix}.{item['layer']}.{group.names[0]}"
+    perm, bits, clip = tensors[f"{key}.perm"], tensors[f"{key}.block_bits"], tensors[f"{key}.act_clip"]
+    blocks = num_blocks(group.in_channels)
+    if perm.dtype != torch.int32 or not torch.equal(perm.long().sort().values, torch.arange(group.in_channels)):
+        raise ValueError(f"{key}.perm is no permutation of {group.in_channels} channels")
+    if bits.dtype != torch.uint8 or bits.shape != (blocks,) or not set(bits.tolist()) <= {4, 8, 16}:
+        raise ValueError(f"{key}.block_bits must be {blocks} values of 4, 8 or 16")
+    if clip.dtype != torch.float32 or clip.shape != (blocks,) or not bool(((clip > 0) & (clip <= 1)).all()):
+        raise ValueError(f"{key}.act_clip must be {blocks} values in (0, 1]")
+    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]))
+    return GroupPlan(
+        int(item["layer"]), group, tuple(item["quantized"]), plan, tensors[f"{key}.absmax"], dict(item["report"])
+    )
+
+
+def heat_map(calibration: Calibration, png: Path) -> None:
+    """Picture of channel maxima by layer, before and after permutation, for every kind of group."""
+    kinds: dict[str, list[GroupPlan]] = {}
+    for item in calibration.groups:
+        kinds.setdefault(f"input of {item.group.names[0]}", []).append(item)
+    rows = [
+        (
+            name,
+            torch.stack([item.absmax for item in items]),
+            torch.stack([item.absmax[item.plan.perm.long()] for item in items]),
+        )
+        for name, items in kinds.items()
+        if len({item.group.in_channels for item in items}) == 1
+    ]
+    draw_heat_map(f"{calibration.model['name']}, {calibration.recipe.name}", rows, png)

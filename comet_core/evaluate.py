@@ -1,0 +1,299 @@
+"""Perplexity, KL divergence and top-1 agreement of a packed or 16-bit model, each number with its protocol.
+
+Windows are non-overlapping and scored on their own: the mean negative log-likelihood of every token but the first of
+each window, given those before it. The KV cache's 4-bit form acts inside attention (kv_cache.py), so it is part of the
+number although no cache is filled.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet_core.calibrate import resolve_compute
+from comet_core.corpus import Corpus, load_corpus, perplexity_windows
+from comet_core.decoder import Decoder
+from comet_core.kv_cache import int4_key_fraction
+from comet_core.model_source import ModelSource, resolve_model
+from comet_core.packed import PackedModel, is_packed, load_packed
+from comet_core.progress import Progress
+from comet_core.provenance import provenance
+from comet_core.recipe import KVCacheSpec
+from comet_cuda.errors import CometError
+
+LOGIT_ROWS = 512  # token rows whose logits are held in float32 at once
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under test. `base` is the 16-bit model it was packed from, where that can be found."""
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    recipe: str
+    recipe_digest: str | None
+    note: str
+    kv_cache: KVCacheSpec
+    int4_mac_fraction: float
+    base: str | None
+
+
+@dataclass
+class Scores:
+    """Sums over scored tokens."""
+
+    tokens: int = 0
+    nll: float = 0.0
+    base_nll: float = 0.0
+    kl: float = 0.0
+    agree: int = 0
+
+
+def load_sixteen(source: ModelSource, device: str, dtype: torch.dtype) -> nn.Module:
+    """The unquantized model of a source, whole, in `dtype` on `device`."""
+    decoder = Decoder(source, device=device, dtype=dtype)
+    decoder.load_non_layers()
+    for index in range(len(decoder.layers)):
+        decoder.load_layer(index)
+    return decoder.model
+
+
+def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
+    """A packed folder, or anything that names a 16-bit model.
+
+    Errors:
+        CometError if neither is found, or the model has no tokenizer (random weights have no perplexity).
+    """
+    if is_packed(Path(spec)) or (Path(spec) / "packing.json").is_file():
+        packed: PackedModel = load_packed(Path(spec), device=device, dtype=dtype)
+        manifest = packed.manifest
+        return Subject(
+            model=packed.model,
+            tokenizer=_tokenizer(Path(spec)),
+            name=manifest.model["name"],
+            recipe=manifest.recipe.name,
+            recipe_digest=manifest.recipe_digest,
+            note=manifest.model["note"],
+            kv_cache=manifest.recipe.kv_cache,
+            int4_mac_fraction=manifest.int4_mac_fraction,
+            base=manifest.model["spec"],
+        )
+    source = resolve_model(spec)
+    model = load_sixteen(source, device, dtype)
+    return Subject(
+        model, source.tokenizer(), source.name, "fp16", None, source.note, KVCacheSpec(bits=16), 0.0, base=None
+    )
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CometError(
+            f"{folder}: holds no tokenizer, so text cannot be read ({str(error).splitlines()[0]})",
+            "a model packed from random weights has none; copy the tokenizer files into the folder otherwise",
+        ) from error
+
+
+@torch.no_grad()
+def score_window(model: nn.Module, base: nn.Module | None, tokens: Tensor, scores: Scores) -> None:
+    """Add one window, int64 [1, L], to `scores`."""
+    hidden = _final_hidden(model, tokens)
+    base_hidden = _final_hidden(base, tokens) if base is not None else None
+    targets = tokens[0, 1:]
+    for start in range(0, len(targets), LOGIT_ROWS):
+        rows = slice(start, min(start + LOGIT_ROWS, len(targets)))
+        log_p = _log_probabilities(model, hidden[rows])
+        target = targets[rows, None]
+        scores.nll -= float(log_p.gather(1, target).double().sum())
+        scores.tokens += len(target)
+        if base is not None and base_hidden is not None:
+            log_q = _log_probabilities(base, base_hidden[rows])
+            scores.base_nll -= float(log_q.gather(1, target).double().sum())
+            scores.kl += float((log_q.exp() * (log_q - log_p)).sum(1).double().sum())
+            scores.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
+
+
+def _final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What enters lm_head, [L, D]: captured by a hook, so that logits never exist for a whole window."""
+    seen: list[Tensor] = []
+
+    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0][0])
+        raise _Seen
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(see)  # type: ignore[operator]
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except _Seen:
+        pass
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+class _Seen(Exception):
+    """The hidden states have been captured."""
+
+
+def _log_probabilities(model: nn.Module, hidden: Tensor) -> Tensor:
+    """float32 log-probabilities [rows, V], the model's own soft cap applied."""
+    logits = model.get_output_embeddings()(hidden).float()  # type: ignore[operator]
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    scale = getattr(model.config, "logits_scaling", None) or getattr(model.config, "logit_scale", None)
+    if scale is not None and scale != 1:
+        raise CometError(f"{type(model).__name__}: scales its logits by {scale}, which is not supported in evaluation")
+    return logits.log_softmax(-1)
+
+
+def evaluate_perplexity(
+    model_spec: str | Path,
+    *,
+    data: str,
+    windows: int | None,
+    seq_len: int,
+    device: str = "auto",
+    dtype: str = "auto",
+    compare: bool = True,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Measure one model on one text.
+
+    Args:
+        model_spec: packed folder, model folder, alias, GGUF file or hub id.
+        data: corpus name or file. windows: how many, None for all. seq_len: tokens a window.
+        device, dtype: "auto" or torch names. compare: also run the 16-bit model of a packed one.
+
+    Returns:
+        eval records: perplexity, and where compared kl (mean KL divergence from the 16-bit model to this one, nats a
+        token), top1 (share of tokens with the same most likely next token) and the 16-bit model's own perplexity.
+
+    Errors:
+        CometError for models, data or windows that cannot be used.
+    """
+    device, compute = resolve_compute(device, dtype)
+    subject = load_subject(str(model_spec), device, compute)
+    if subject.tokenizer is None:
+        raise CometError(f"{subject.name}: random weights have no tokenizer and no perplexity", "give a real model")
+    corpus = load_corpus(data, role="perplexity")
+    tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
+    base = None
+    if compare and subject.base is not None:
+        base = _load_base(subject, device, compute, progress)
+    scores = Scores()
+    with progress.task("evaluate", len(tokens)) as task:
+        for window in tokens:
+            score_window(subject.model, base, window[None].to(device), scores)
+            task.advance()
+    protocol = _protocol(corpus, subject, tokens, windows, compute)
+    shared = {
+        "kind": "eval",
+        "model": subject.name,
+        "task": corpus.name,
+        "windows": "all" if windows is None else len(tokens),
+        "seq_len": seq_len,
+    }
+    own = shared | {
+        "recipe": subject.recipe,
+        "kv_quantized": subject.kv_cache.bits < 16,
+        "int4_mac_fraction": subject.int4_mac_fraction,
+        "protocol": protocol,
+        "provenance": provenance(recipe_digest=subject.recipe_digest, device=device),
+    }
+    perplexity = _perplexity(scores.nll, scores.tokens)
+    _warn_if_implausible(perplexity, subject, progress)
+    records = [own | {"metric": "perplexity", "value": perplexity}]
+    if base is not None:
+        records.append(own | {"metric": "kl", "value": scores.kl / scores.tokens})
+        records.append(own | {"metric": "top1", "value": scores.agree / scores.tokens})
+        sixteen = Subject(base, None, subject.name, "fp16", None, subject.note, KVCacheSpec(bits=16), 0.0, None)
+        records.append(
+            shared
+            | {
+                "recipe": "fp16",
+                "kv_quantized": False,
+                "int4_mac_fraction": 0.0,
+                "protocol": _protocol(corpus, sixteen, tokens, windows, compute),
+                "provenance": provenance(device=device),
+                "metric": "perplexity",
+                "value": _perplexity(scores.base_nll, scores.tokens),
+            }
+        )
+    return records
+
+
+def _load_base(subject: Subject, device: str, dtype: torch.dtype, progress: Progress) -> nn.Module | None:
+    try:
+        return load_sixteen(resolve_model(str(subject.base)), device, dtype)
+    except CometError as error:
+        progress.log(
+            f"the 16-bit model {subject.base} is not at hand, so nothing is compared with it ({error.message})"
+        )
+        return None
+
+
+def _perplexity(nll: float, tokens: int) -> float:
+    mean = nll / tokens
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _warn_if_implausible(perplexity: float, subject: Subject, progress: Progress) -> None:
+    vocabulary = subject.model.config.get_text_config().vocab_size
+    if not math.isfinite(perplexity) or perplexity > vocabulary:
+        progress.log(
+            f"warning: perplexity {perplexity:.4g} is worse than guessing among {vocabulary} tokens; the model or the "
+            "tokenizer is broken"
+        )
+
+
+def _protocol(
+    corpus: Corpus, subject: Subject, tokens: Tensor, windows: int | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Everything that must agree before two perplexities may be compared."""
+    length = tokens.shape[1]
+    kv = subject.kv_cache
+    bos = getattr(subject.tokenizer, "bos_token_id", None) if subject.tokenizer is not None else None
+    starts_with_bos = bos is not None and bool((tokens[:, 0] == bos).all())
+    return {
+        "data": f"{corpus.name} {corpus.split} ({corpus.origin})",
+        "sha256": corpus.sha256,
+        "joined": corpus.joined,
+        "windows": f"{'all' if windows is None else 'first'} {len(tokens)} of {length} tokens, not overlapping",
+        "tokens_scored": len(tokens) * (length - 1),
+        "bos": "each window starts with it" if starts_with_bos else "none",
+        "kv": "16-bit"
+        if kv.bits == 16
+        else f"4-bit, keys per {kv.key_granularity}, pages of {kv.page}, {kv.sinks} sinks; "
+        f"{int4_key_fraction(length, kv):.1%} of key reads in 4 bit",
+        "dtype": str(dtype).removeprefix("torch."),
+        "base": subject.note or "16-bit weights",
+    }
+
+
+@torch.no_grad()
+def continue_prompt(model_spec: str | Path, prompt: str, tokens: int, device: str = "auto", dtype: str = "auto") -> str:
+    """Greedy continuation of a prompt by at most `tokens` tokens, without the prompt itself."""
+    from transformers import DynamicCache
+
+    device, compute = resolve_compute(device, dtype)
+    subject = load_subject(str(model_spec), device, compute)
+    if subject.tokenizer is None:
+        raise CometError(f"{subject.name}: random weights have no tokenizer", "give a real model")
+    inputs = subject.tokenizer(prompt, return_tensors="pt").to(device)
+    output = subject.model.generate(  # type: ignore[operator]
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=tokens,
+        do_sample=False,
+        past_key_values=DynamicCache(),  # keeps every key, as pages of a 4-bit cache need
+    )
+    text: str = subject.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text

@@ -1,0 +1,56 @@
+"""The hidden states between two layers, for all calibration windows: in memory, or in a file over a limit."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TOKENS_A_STEP = 4096  # tokens that go through a layer at once; windows longer than this go one by one
+DEFAULT_LIMIT = 8 << 30  # bytes; over this the hidden states live in a temporary file
+
+
+class HiddenStates:
+    """A buffer of [windows, length, D] that is read and overwritten window range by window range.
+
+    Args:
+        windows, length, width: the shape.
+        dtype, device: of the values; a buffer over `limit` bytes lives in an unnamed file of `spill_folder` instead and
+            is moved to `device` piece by piece.
+    """
+
+    def __init__(
+        self,
+        windows: int,
+        length: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int = DEFAULT_LIMIT,
+        spill_folder: Path | None = None,
+    ) -> None:
+        self.device = device
+        self.step = max(1, TOKENS_A_STEP // length)
+        count = windows * length * width
+        self.spilled = count * dtype.itemsize > limit
+        if self.spilled:
+            self._file = tempfile.NamedTemporaryFile(dir=spill_folder, prefix="hidden-", suffix=".tmp")  # noqa: SIM115
+            self._file.truncate(count * dtype.itemsize)
+            flat = torch.from_file(self._file.name, shared=True, size=count, dtype=dtype)
+            self._values = flat.view(windows, length, width)
+        else:
+            self._values = torch.empty(windows, length, width, dtype=dtype, device=device)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Window ranges [start, stop) of one step each, in order."""
+        windows = self._values.shape[0]
+        return [(start, min(start + self.step, windows)) for start in range(0, windows, self.step)]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Hidden states [stop - start, length, D] on the device."""
+        return self._values[start:stop].to(self.device)
+
+    def write(self, start: int, stop: int, values: Tensor) -> None:
+        """Replace the hidden states of windows [start, stop)."""
+        self._values[start:stop] = values.to(self._values.device)

@@ -1,0 +1,147 @@
+"""W4AxLinear: a linear layer on packed weights, and putting such layers into a model.
+
+Forward is quantize_act -> w4ax_gemm, on whatever device the tensors are on; with 16-bit activations the weights are
+decoded and multiplied as they are.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from comet_core.plan import BlockPlan
+from comet_core.quantize import QuantizedWeight
+from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.quantize_act import quantize_act, to_blocks
+from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
+
+
+class W4AxLinear(nn.Module):
+    """y = x W^T + bias with W packed. K in_features, N out_features, NB = ceil(K / 128).
+
+    Buffers (their names are the checkpoint's): qweight, w_scale, w_zero (or None), block_bits, perm (or None when the
+    producer's rows carry the permutation), act_clip, bias (or None).
+    """
+
+    qweight: Tensor
+    w_scale: Tensor
+    w_zero: Tensor | None
+    block_bits: Tensor
+    perm: Tensor | None
+    act_clip: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, tensors: dict[str, Tensor], hadamard: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.hadamard = in_features, out_features, hadamard
+        for name in ("qweight", "w_scale", "w_zero", "block_bits", "perm", "act_clip", "bias"):
+            self.register_buffer(name, tensors.get(name))
+        self.act_bits = int(self.block_bits.max())  # 16: weight-only
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: float [..., K] -> the same type [..., N]."""
+        rows = x.reshape(-1, self.in_features)
+        if self.act_bits == 16:
+            y = self._weight_only(rows)
+        else:
+            qx, sx = quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard)
+            y = w4ax_gemm(qx, sx, self.qweight, self.w_scale, self.w_zero, self.block_bits, self.bias, x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _weight_only(self, rows: Tensor) -> Tensor:
+        weight = weight_integers(self.qweight, self.w_zero) * self.w_scale.float()[..., None]
+        y = to_blocks(rows, self.perm).flatten(1) @ weight.flatten(1).T.to(rows.dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def fake_quantized(self, x: Tensor) -> Tensor:
+        """The same function by dequantized operands and one float32 product: what the packed form must agree with."""
+        rows = x.reshape(-1, self.in_features)
+        weight = weight_integers(self.qweight, self.w_zero) * self.w_scale.float()[..., None]
+        if self.act_bits == 16:
+            blocks = to_blocks(rows, self.perm).float()
+        else:
+            codes, scale = quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard)
+            blocks = codes.float() * scale[..., None]
+        y = blocks.flatten(1) @ weight.flatten(1).T
+        y = y if self.bias is None else y + self.bias.float()
+        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Shape and precision, for print(model)."""
+        int8 = int((self.block_bits == 8).sum())
+        return f"in={self.in_features}, out={self.out_features}, blocks={len(self.block_bits)}, int8_blocks={int8}"
+
+
+def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None, *, folded: bool) -> dict[str, Tensor]:
+    """The buffers of a W4AxLinear, by name. `folded`: the producer's rows carry the permutation."""
+    tensors = {
+        "qweight": weight.qweight,
+        "w_scale": weight.scale,
+        "w_zero": weight.zero,
+        "block_bits": plan.block_bits,
+        "perm": None if folded else plan.perm,
+        "act_clip": plan.clip,
+        "bias": bias,
+    }
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+
+
+def unquantized_input(in_features: int) -> dict[str, Tensor]:
+    """block_bits and act_clip of a linear whose input stays in 16 bit."""
+    blocks = num_blocks(in_features)
+    return {"block_bits": torch.full((blocks,), 16, dtype=torch.uint8), "act_clip": torch.ones(blocks)}
+
+
+def replace_linear(parent: nn.Module, name: str, tensors: dict[str, Tensor], hadamard: bool) -> W4AxLinear:
+    """Put a W4AxLinear with these tensors in place of the linear `name` (dotted) of `parent`."""
+    old = parent.get_submodule(name)
+    assert isinstance(old, nn.Linear)
+    owner, _, leaf = name.rpartition(".")
+    new = W4AxLinear(old.in_features, old.out_features, tensors, hadamard)
+    setattr(parent.get_submodule(owner), leaf, new)
+    return new
+
+
+def expected_shapes(
+    in_features: int, out_features: int, weight_bits: int, symmetric: bool
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape that each stored tensor of a linear must have (optional ones included)."""
+    blocks = num_blocks(in_features)
+    qweight = (
+        (torch.int8, (out_features, BLOCK * blocks))
+        if weight_bits == 8
+        else (
+            torch.uint8,
+            (out_features, BLOCK // 2 * blocks),
+        )
+    )
+    shapes = {
+        "qweight": qweight,
+        "w_scale": (torch.bfloat16, (out_features, blocks)),
+        "block_bits": (torch.uint8, (blocks,)),
+        "act_clip": (torch.float32, (blocks,)),
+        "perm": (torch.int32, (in_features,)),
+    }
+    if weight_bits == 4 and not symmetric:
+        shapes["w_zero"] = (torch.uint8, (out_features, blocks))
+    return shapes
+
+
+class Int8Embedding(nn.Module):
+    """Token embedding in 8 bit: one bfloat16 scale per token and block of 128 channels.
+
+    Buffers: qweight int8 [V, 128 * NB], w_scale bf16 [V, NB].
+    """
+
+    qweight: Tensor
+    w_scale: Tensor
+
+    def __init__(self, qweight: Tensor, w_scale: Tensor, width: int, dtype: torch.dtype, factor: float) -> None:
+        super().__init__()
+        self.width, self.dtype, self.factor = width, dtype, factor
+        self.register_buffer("qweight", qweight)
+        self.register_buffer("w_scale", w_scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 [...] -> dtype [..., width], times the model's embedding factor."""
+        codes = self.qweight[tokens].float().unflatten(-1, (-1, BLOCK))
+        rows = (codes * self.w_scale[tokens].float()[..., None]).flatten(-2)[..., : self.width]
+        return (rows * self.factor).to(self.dtype)

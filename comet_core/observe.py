@@ -1,0 +1,82 @@
+"""Hooks -> ChannelStats: what calibration learns about the inputs of each LinearGroup.
+
+Statistics stream over all tokens and merge, so neither order nor split of the data matters beyond float rounding; a
+small evenly spaced sample of whole input rows is kept for what needs them (errors of a block plan, outlier shares).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from comet_core.decoder import LinearGroup, layer_linears
+
+SAMPLE_TOKENS = 1024  # input rows kept per group
+
+
+@dataclass
+class ChannelStats:
+    """Statistics of one group's input, K channels.
+
+    Attributes:
+        tokens: rows seen.
+        absmax: f32 [K].
+        square_sum: f64 [K], sum of x^2.
+        weighted_square_sum: f64 [K], sum of x^2 / |row|^2: the Hessian diagonal when every token counts the same.
+        sample: f32 [S, K], rows kept.
+    """
+
+    tokens: int
+    absmax: Tensor
+    square_sum: Tensor
+    weighted_square_sum: Tensor
+    sample: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, keep: int) -> "ChannelStats":
+        """Statistics of x, float [T, K], keeping `keep` evenly spaced rows."""
+        x = x.float()
+        square = x.double().square()
+        energy = square.sum(1, keepdim=True)
+        weighted = square / torch.where(energy > 0, energy, torch.ones_like(energy))
+        rows = torch.linspace(0, x.shape[0] - 1, min(keep, x.shape[0]), device=x.device).round().long()
+        return cls(x.shape[0], x.abs().amax(0), square.sum(0), weighted.sum(0), x[rows].clone())
+
+    def merge(self, other: "ChannelStats") -> "ChannelStats":
+        """Statistics of both token sets together."""
+        return ChannelStats(
+            self.tokens + other.tokens,
+            torch.maximum(self.absmax, other.absmax),
+            self.square_sum + other.square_sum,
+            self.weighted_square_sum + other.weighted_square_sum,
+            torch.cat((self.sample, other.sample)),
+        )
+
+
+@contextmanager
+def observe(layer: nn.Module, groups: Sequence[LinearGroup], keep: int) -> Iterator[dict[str, ChannelStats]]:
+    """Collect ChannelStats of every group while the layer runs inside the with block.
+
+    Args:
+        layer: a materialized layer. groups: its groups. keep: sample rows kept per forward.
+
+    Yields:
+        stats by the name of the group's first linear, filled as the layer runs.
+    """
+    stats: dict[str, ChannelStats] = {}
+    linears = layer_linears(layer)
+    handles = []
+    for group in groups:
+
+        def see(_: nn.Module, args: tuple[Tensor, ...], name: str = group.names[0]) -> None:
+            seen = ChannelStats.of(args[0].reshape(-1, args[0].shape[-1]), keep)
+            stats[name] = stats[name].merge(seen) if name in stats else seen
+
+        handles.append(linears[group.names[0]].register_forward_pre_hook(see))
+    try:
+        yield stats
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,191 @@
+"""ChannelStats -> BlockPlan: the order of channels, and which blocks of 128 stay in 8 bit.
+
+Channels stand in descending importance, so outlier channels gather in the first blocks, and INT8 blocks form a prefix
+(of each tensor-parallel segment). How many there are is either what a threshold finds in each group, or a budget of
+the whole model: at least a given share of multiply-adds in W4A4, the rest spent where it lowers the error of the
+layers' outputs most per multiply-add.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from comet_core.recipe import ActivationSpec, BlockSpec
+from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import hadamard_blocks, quantize_act_ref, to_blocks
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How one group's input is laid out and quantized. K channels, NB = ceil(K / 128) blocks.
+
+    Attributes:
+        perm: int32 [K]; stored channel i is input channel perm[i].
+        block_bits: uint8 [NB], 4 or 8 (16 everywhere: activations are not quantized).
+        clip: f32 [NB], share of the absolute maximum that the largest code stands for.
+        hadamard: INT4 blocks are rotated (weights too, offline).
+    """
+
+    perm: Tensor
+    block_bits: Tensor
+    clip: Tensor
+    hadamard: bool
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """One group before the budget is spent: what each further INT8 block would gain and cost, in storage order.
+
+    Attributes:
+        gain: f64 [NB], relative output error (energy) that falls away when the block is INT8 instead of INT4.
+        cost: int64 [NB], multiply-adds of the block (real channels x rows).
+        segments: INT8 blocks come in multiples of this (tensor-parallel segments).
+    """
+
+    gain: Tensor
+    cost: Tensor
+    segments: int = 1
+
+
+def segments_for(names: Sequence[str], channels: int, blocks: BlockSpec) -> int:
+    """Tensor-parallel segments that the permutation of this group must stay inside (1 = free).
+
+    Errors:
+        CometError if the channels of a row-parallel linear do not split into whole blocks per segment.
+    """
+    segments = blocks.tp_granularity
+    if segments == 1 or not any(fnmatchcase(name, pattern) for name in names for pattern in blocks.row_parallel):
+        return 1
+    if channels % (BLOCK * segments):
+        allowed = [n for n in range(1, 65) if channels % (BLOCK * n) == 0]
+        raise CometError(
+            f"{names[0]}: in_channels={channels} do not split into {segments} segments of whole 128-channel blocks "
+            f"(blocks.tp_granularity={segments})",
+            f"allowed here: {', '.join(map(str, allowed)) or '1 only, without row-parallel splitting'}",
+        )
+    return segments
+
+
+def choose_permutation(importance: Tensor, segments: int = 1) -> Tensor:
+    """importance [K] -> int32 [K], channels in descending importance inside each segment (stable: ties keep order)."""
+    width = importance.shape[0] // segments
+    parts = [
+        importance[start : start + width].argsort(descending=True, stable=True) + start
+        for start in range(0, width * segments, width)
+    ]
+    return torch.cat(parts).to(torch.int32)
+
+
+def place_int8_blocks(total: int, count: int, segments: int = 1) -> Tensor:
+    """uint8 [NB]: the first `count` / segments blocks of each segment are 8 bit, the others 4 bit."""
+    bits = torch.full((segments, total // segments), 4, dtype=torch.uint8)
+    bits[:, : count // segments] = 8
+    return bits.flatten() if segments > 1 else torch.where(torch.arange(total) < count, 8, 4).to(torch.uint8)
+
+
+def clip_values(block_bits: Tensor, spec: ActivationSpec) -> Tensor:
+    """f32 [NB]: the recipe's clip for INT4 blocks, 1 for INT8 blocks (their range has codes to spare)."""
+    return torch.where(block_bits == 4, spec.clip, 1.0).to(torch.float32)
+
+
+def block_error(x: Tensor, weight: Tensor, perm: Tensor, bits: int, spec: ActivationSpec) -> Tensor:
+    """Energy of the output error that quantizing each block alone causes, f64 [NB], every token weighted alike.
+
+    Args:
+        x: f32 [S, K] sampled inputs. weight: f32 [N, K], rows of all linears of the group. perm: int32 [K].
+        bits: 4 or 8. spec: clip and rotation.
+    """
+    count = num_blocks(x.shape[1])
+    block_bits = torch.full((count,), bits, dtype=torch.uint8, device=x.device)
+    codes, scale = quantize_act_ref(x, perm, block_bits, clip_values(block_bits, spec), spec.hadamard)
+    exact, w = to_blocks(x, perm), to_blocks(weight, perm)
+    if spec.hadamard and bits == 4:
+        exact, w = hadamard_blocks(exact), hadamard_blocks(w)
+    delta = codes.float() * scale[..., None] - exact
+    norm = x.square().sum(1)
+    token_weight = torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
+    errors = [((delta[:, b] @ w[:, b].T).square().sum(1) * token_weight).sum().double() for b in range(count)]
+    return torch.stack(errors)
+
+
+def output_energy(x: Tensor, weight: Tensor) -> float:
+    """Energy of the exact outputs under the same token weights, to which `block_error` is compared."""
+    norm = x.square().sum(1)
+    token_weight = torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
+    return float(((x @ weight.T).square().sum(1) * token_weight).sum())
+
+
+def block_costs(channels: int, rows: int) -> Tensor:
+    """int64 [NB]: multiply-adds a token of each block, on real channels."""
+    costs = torch.full((num_blocks(channels),), BLOCK * rows, dtype=torch.int64)
+    costs[-1] = (channels - BLOCK * (len(costs) - 1)) * rows
+    return costs
+
+
+def spend_budget(choices: Sequence[PlanChoice], kept_cost: int, int4_mac_fraction: float) -> list[int]:
+    """INT8 blocks per group, so that at least `int4_mac_fraction` of all multiply-adds run W4A4.
+
+    Args:
+        choices: one per group that may hold INT4 blocks.
+        kept_cost: multiply-adds of decoder linears that are not W4A4 in any case (16-bit or 8-bit by recipe).
+        int4_mac_fraction: the share to reach.
+
+    Returns:
+        counts, in the order of `choices`. Steps of prefixes are taken in descending gain per multiply-add, where a
+        step is the prefix extension with the best average gain (so a poor block before a good one does not block it).
+
+    Errors:
+        CometError if the share cannot be reached even with no INT8 block at all.
+    """
+    total = sum(int(choice.cost.sum()) for choice in choices) + kept_cost
+    allowance = math.floor((1 - int4_mac_fraction) * total) - kept_cost
+    if allowance < 0:
+        raise CometError(
+            f"blocks.int4_mac_fraction={int4_mac_fraction}: at most {1 - kept_cost / total:.3f} of the multiply-adds "
+            "can be W4A4, since the other linears are kept in more bits",
+            "lower blocks.int4_mac_fraction, or keep fewer linears by `skip` and `overrides`",
+        )
+    steps = [(gain, group, blocks) for group, c in enumerate(choices) for gain, blocks in _steps(c)]
+    counts = [0] * len(choices)
+    for _, group, blocks in sorted(steps, key=lambda step: -step[0]):
+        choice = choices[group]
+        for _ in range(blocks // choice.segments):
+            stored = _block_order(choice)[counts[group] : counts[group] + choice.segments]
+            price = int(choice.cost[stored].sum())
+            if price <= allowance:
+                allowance -= price
+                counts[group] += choice.segments
+            else:
+                break
+    return counts
+
+
+def _block_order(choice: PlanChoice) -> Tensor:
+    """Block indices in the order in which they become INT8: round robin over the segments."""
+    return torch.arange(len(choice.gain)).view(choice.segments, -1).T.flatten()
+
+
+def _steps(choice: PlanChoice) -> list[tuple[float, int]]:
+    """(gain per multiply-add, blocks) of successive prefix extensions, best average first: an upper hull."""
+    order = _block_order(choice)
+    gain, cost = choice.gain[order].cumsum(0).tolist(), choice.cost[order].double().cumsum(0).tolist()
+    ends = list(range(choice.segments - 1, len(gain), choice.segments))
+    steps, base_gain, base_cost, done = [], 0.0, 0.0, -1
+    while done < ends[-1]:
+        best = max((e for e in ends if e > done), key=lambda e: ((gain[e] - base_gain) / (cost[e] - base_cost), -e))
+        slope = (gain[best] - base_gain) / (cost[best] - base_cost)
+        if slope <= 0:
+            break
+        steps.append((slope, best - done))
+        base_gain, base_cost, done = gain[best], cost[best], best
+    return steps
+
+
+def fold_permutation(perm: Tensor) -> Tensor:
+    """The identity that remains of `perm` [K] once the producer's rows carry it."""
+    return torch.arange(perm.shape[0], dtype=torch.int32)

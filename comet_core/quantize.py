@@ -1,0 +1,213 @@
+"""weight + BlockPlan -> QuantizedWeight: rounding to nearest, or GPTQ, with a search for the clipping range.
+
+Everything happens in storage order: columns are permuted, padded to whole blocks with zeros, and rotated where the
+activations are. GPTQ walks the columns in that order, most important first. Scales are rounded to bfloat16 before any
+code is chosen, so a packed weight is exactly what the search saw.
+
+Source of GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+2022 (arXiv:2210.17323); the token weighting is ours (results/LOG.md).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comet_core.plan import BlockPlan
+from comet_core.recipe import WeightSpec
+from comet_cuda.affine import BLOCK, code_max, symmetric_qmax
+from comet_cuda.int4 import SYMMETRIC_ZERO, pack_nibbles
+from comet_cuda.quantize_act import hadamard_blocks, to_blocks
+from comet_cuda.w4ax_gemm import weight_integers
+
+SHRINK_STEPS = 20  # candidates of the clip search: ranges shrunk by 0, 1, ..., 19 steps of SHRINK_STEP
+SHRINK_STEP = 0.025
+DAMPING_RETRIES = 4  # each time ten times the damping
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A linear's weight in the canonical, un-tiled form.
+
+    Attributes:
+        qweight: uint8 [N, 64 * NB] two 4-bit codes a byte, or int8 [N, 128 * NB] for 8-bit weights.
+        scale: bf16 [N, NB].
+        zero: uint8 [N, NB] (asymmetric) or None.
+    """
+
+    qweight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """f32 [N, NB, 128] in storage order (permuted, padded, rotated)."""
+        return weight_integers(self.qweight, self.zero) * self.scale.float()[..., None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The codes that a weight may take under given parameters: real value = scale * (code - zero)."""
+
+    scale: Tensor  # f32 [N], representable in bfloat16
+    zero: Tensor  # f32 [N]
+    low: int
+    high: int
+
+    def codes(self, w: Tensor) -> Tensor:
+        """Nearest codes of w, f32 [N, n] -> f32 [N, n]."""
+        return (torch.round(w / self.scale[:, None]) + self.zero[:, None]).clamp(self.low, self.high)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """Real values of codes."""
+        return (codes - self.zero[:, None]) * self.scale[:, None]
+
+
+def to_storage(weight: Tensor, plan: BlockPlan) -> Tensor:
+    """float [N, K] -> f32 [N, NB, 128]: permuted, padded, INT4 blocks rotated like the activations they will meet."""
+    blocks = to_blocks(weight, plan.perm).float()
+    if plan.hadamard:
+        blocks = torch.where((plan.block_bits == 4)[None, :, None], hadamard_blocks(blocks), blocks)
+    return blocks
+
+
+def _grid(w: Tensor, shrink: float, bits: int, symmetric: bool) -> Grid:
+    """The grid of one block of rows, w f32 [N, n], whose range is `shrink` times the weights' own."""
+    if symmetric:
+        zero = SYMMETRIC_ZERO if bits == 4 else 0
+        low, high = (0, code_max(4)) if bits == 4 else (-symmetric_qmax(8), symmetric_qmax(8))
+        span = w.abs().amax(1) * shrink
+        scale = _storable(span / symmetric_qmax(bits))
+        return Grid(scale, torch.full_like(scale, zero), low, high)
+    low_edge, high_edge = w.amin(1).clamp(max=0) * shrink, w.amax(1).clamp(min=0) * shrink
+    scale = _storable((high_edge - low_edge) / code_max(bits))
+    zero_point = torch.round(-low_edge / scale).clamp(0, code_max(bits))
+    return Grid(scale, zero_point, 0, code_max(bits))
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """The bfloat16 value of each scale, as f32; 1 where it would be zero (an all-zero block) or not finite."""
+    rounded = scale.to(torch.bfloat16).float()
+    return torch.where((rounded > 0) & torch.isfinite(rounded), rounded, torch.ones_like(rounded))
+
+
+def choose_grid(w: Tensor, importance: Tensor, spec: WeightSpec) -> Grid:
+    """The grid of one block with the least weighted squared rounding error.
+
+    Args:
+        w: f32 [N, 128]. importance: f32 [128], weight of each column's squared error. spec: bits, symmetry, search.
+    """
+    best = _grid(w, 1.0, spec.bits, spec.symmetric)
+    if not spec.clip_search:
+        return best
+    best_error = ((best.values(best.codes(w)) - w).square() * importance).sum(1)
+    for step in range(1, SHRINK_STEPS):
+        grid = _grid(w, 1.0 - step * SHRINK_STEP, spec.bits, spec.symmetric)
+        error = ((grid.values(grid.codes(w)) - w).square() * importance).sum(1)
+        better = error < best_error
+        best = Grid(
+            torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero), grid.low, grid.high
+        )
+        best_error = torch.where(better, error, best_error)
+    return best
+
+
+def _assemble(codes: list[Tensor], grids: list[Grid], spec: WeightSpec) -> QuantizedWeight:
+    stacked = torch.stack(codes, 1)  # f32 [N, NB, 128]
+    scale = torch.stack([grid.scale for grid in grids], 1).to(torch.bfloat16)
+    if spec.bits == 8:
+        return QuantizedWeight(stacked.to(torch.int8).flatten(1), scale, None)
+    zero = None if spec.symmetric else torch.stack([grid.zero for grid in grids], 1).to(torch.uint8)
+    return QuantizedWeight(pack_nibbles(stacked.to(torch.uint8).flatten(1)), scale, zero)
+
+
+def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWeight:
+    """Round to nearest.
+
+    Args:
+        w: f32 [N, NB, 128] in storage order. importance: f32 [NB * 128], used by the clip search only.
+    """
+    grids = [choose_grid(w[:, b], importance[b * BLOCK : (b + 1) * BLOCK], spec) for b in range(w.shape[1])]
+    return _assemble([grid.codes(w[:, b]) for b, grid in enumerate(grids)], grids, spec)
+
+
+def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[QuantizedWeight, float] | None:
+    """GPTQ: round column by column, moving each column's error into the columns still to come.
+
+    Args:
+        w: f32 [N, NB, 128] in storage order. hessian: f32 [NB * 128, NB * 128], sum of weighted x x^T.
+        spec: bits, symmetry, clip search, damping.
+
+    Returns:
+        the weight and the damping that was used, or None if the Hessian stayed indefinite through all retries.
+    """
+    factored = _inverse_factor(hessian, spec.damping)
+    if factored is None:
+        return None
+    upper, damping = factored
+    rest = w.flatten(1).clone()
+    importance = hessian.diagonal()
+    codes: list[Tensor] = []
+    grids: list[Grid] = []
+    for start in range(0, rest.shape[1], BLOCK):
+        stop = start + BLOCK
+        block, factor = rest[:, start:stop], upper[start:stop, start:stop]
+        grid = choose_grid(block, importance[start:stop], spec)
+        block_codes, errors = torch.empty_like(block), torch.empty_like(block)
+        columns = block.T.contiguous()  # [128, N]: a column is contiguous
+        for i in range(BLOCK):
+            column = columns[i][:, None]
+            code = grid.codes(column)
+            error = ((column - grid.values(code)) / factor[i, i])[:, 0]
+            columns[i + 1 :].addr_(factor[i, i + 1 :], error, alpha=-1)
+            block_codes[:, i], errors[:, i] = code[:, 0], error
+        rest[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
+        codes.append(block_codes)
+        grids.append(grid)
+    return _assemble(codes, grids, spec), damping
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
+    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds."""
+    diagonal = hessian.diagonal()
+    mean = diagonal[diagonal > 0].mean() if bool((diagonal > 0).any()) else diagonal.new_tensor(1.0)
+    dead = diagonal <= 0  # zero padding and channels that never fired: no error to move, none to receive
+    for _ in range(DAMPING_RETRIES):
+        damped = hessian.clone()
+        damped.diagonal().add_(mean * damping)
+        damped.diagonal()[dead] = mean
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(failed) and bool(torch.isfinite(upper).all()):
+                return upper, damping
+        damping *= 10
+    return None
+
+
+def output_error(w: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
+    """Energy of the output error, trace(D H D^T) with D = w - dequantized, in storage order."""
+    delta = w.flatten(1) - quantized.dequantize().flatten(1)
+    return float(((delta @ hessian) * delta).sum())
+
+
+class Hessian:
+    """Accumulates sum of weight_t x_t x_t^T over token rows in storage order."""
+
+    def __init__(self, columns: int, token_weighting: str, device: torch.device) -> None:
+        self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+        self._weighting = TOKEN_WEIGHTS[token_weighting]
+
+    def add(self, x: Tensor) -> None:
+        """x: f32 [T, NB * 128]."""
+        scaled = x * self._weighting(x)[:, None]
+        self.matrix.addmm_(scaled.T, scaled)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    norm = x.norm(dim=1)
+    return torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
+
+
+# square root of each token's weight: by "inverse_norm" every token counts the same, however large its activations
+TOKEN_WEIGHTS = {"inverse_norm": _inverse_norm, "none": lambda x: torch.ones_like(x[:, 0])}

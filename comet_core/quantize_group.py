@@ -1,0 +1,108 @@
+"""A group's linears -> QuantizedWeights: run the windows up to the group's input, fit GPTQ, keep what is better.
+
+GPTQ fits the Hessian of most windows; the others are held out and judge it: a linear keeps rounding to nearest where
+its output error on them is not lower with GPTQ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet_core.decoder import Call, StopForward, layer_linears, run_layer
+from comet_core.hidden import HiddenStates
+from comet_core.plan import BlockPlan
+from comet_core.quantize import Hessian, QuantizedWeight, output_error, quantize_gptq, quantize_rtn, to_storage
+from comet_core.recipe import WeightSpec
+from comet_cuda.affine import BLOCK
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The calibration windows on their way through the layers: what enters this layer, and with which arguments."""
+
+    hidden: HiddenStates
+    calls: dict[int, Call]  # by number of windows a step
+    count: int
+
+
+def quantize_group(
+    layer: nn.Module, names: Sequence[str], plan: BlockPlan, spec: WeightSpec, windows: Windows
+) -> tuple[dict[str, QuantizedWeight], list[dict[str, Any]]]:
+    """Quantize linears that share an input and a WeightSpec.
+
+    Args:
+        layer: materialized; groups that run before this one are already packed. names: the linears, inside the layer.
+        plan: of their input, on the layer's device. spec: bits, method, damping, held-out share.
+        windows: the layer's input.
+
+    Returns:
+        the weights by name, and one note per linear: method, relative output errors, damping, warning.
+    """
+    linears = layer_linears(layer)
+    train, held_out = _hessians(layer, names[0], plan, spec, windows)
+    stored = {name: to_storage(linears[name].weight, plan) for name in names}
+    result = {name: quantize_rtn(stored[name], train.matrix.diagonal(), spec) for name in names}
+    parts: list[QuantizedWeight | None] = [None] * len(names)
+    damping = 0.0
+    if spec.method == "gptq":
+        fitted = quantize_gptq(torch.cat([stored[name] for name in names]), train.matrix, spec)
+        if fitted is not None:
+            weight, damping = fitted
+            parts = list(_split_rows(weight, [stored[name].shape[0] for name in names]))
+    judge = train.matrix if held_out is None else held_out.matrix
+    notes = []
+    for name, part in zip(names, parts, strict=True):
+        flat = stored[name].flatten(1)
+        energy = max(float(((flat @ judge) * flat).sum()), 1e-30)
+        errors = {"rtn": output_error(stored[name], result[name], judge) / energy}
+        note: dict[str, Any] = {"linear": name, "method": "rtn", "relative_output_error": errors}
+        if part is not None:
+            errors["gptq"] = output_error(stored[name], part, judge) / energy
+            if held_out is None or errors["gptq"] < errors["rtn"]:
+                result[name] = part
+                note |= {"method": "gptq", "damping": damping}
+        elif spec.method == "gptq":
+            note["warning"] = "the Hessian stayed indefinite through all dampings; rounded to nearest"
+        notes.append(note)
+    return result, notes
+
+
+def _hessians(
+    layer: nn.Module, name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows
+) -> tuple[Hessian, Hessian | None]:
+    """Hessians of a group's input in storage order: of the windows to fit, and of those held out to judge."""
+    columns, device = BLOCK * len(plan.block_bits), plan.block_bits.device
+    every = round(1 / spec.holdout) if spec.holdout and spec.method == "gptq" else 0
+    every = every if 0 < every <= windows.count else 0
+    train = Hessian(columns, spec.token_weighting, device)
+    held_out = Hessian(columns, spec.token_weighting, device) if every else None
+    first = 0
+
+    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for offset, x in enumerate(args[0]):
+            rows = to_storage(x.reshape(-1, x.shape[-1]), plan).flatten(1)
+            to_judge = held_out is not None and (first + offset) % every == every - 1
+            (held_out if to_judge and held_out is not None else train).add(rows)
+        raise StopForward
+
+    handle = layer_linears(layer)[name].register_forward_pre_hook(see)
+    try:
+        for start, stop in windows.hidden.ranges():
+            first = start
+            try:
+                run_layer(layer, windows.hidden.read(start, stop), windows.calls[stop - start])
+            except StopForward:
+                continue
+    finally:
+        handle.remove()
+    return train, held_out
+
+
+def _split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:
+    """A weight that was quantized as several linears' rows on top of each other, taken apart again."""
+    codes, scales = weight.qweight.split(list(rows)), weight.scale.split(list(rows))
+    zeros: Sequence[Tensor | None] = weight.zero.split(list(rows)) if weight.zero is not None else [None] * len(rows)
+    return [QuantizedWeight(*parts) for parts in zip(codes, scales, zeros, strict=True)]
