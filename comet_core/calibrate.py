@@ -80,11 +80,6 @@ def embed_windows(decoder: Decoder, tokens: Tensor, hidden: HiddenStates) -> dic
     return calls
 
 
-def hidden_width(decoder: Decoder) -> int:
-    """Channels of the hidden states between layers."""
-    return int(decoder.model.config.get_text_config().hidden_size)
-
-
 @torch.no_grad()
 def calibrate(
     source: ModelSource, recipe: Recipe, out: Path, *, device: str = "auto", dtype: str = "auto", progress: Progress
@@ -105,7 +100,10 @@ def calibrate(
     count = len(decoder.layers)
     probe = tokens[:1, :PROBE_TOKENS]
     hidden = HiddenStates(
-        *tokens.shape, hidden_width(decoder), dtype=compute, device=decoder.device, spill_folder=writable_folder(out)
+        (tokens.shape[0], tokens.shape[1], decoder.width),
+        dtype=compute,
+        device=decoder.device,
+        spill_folder=writable_folder(out),
     )
     calls = embed_windows(decoder, tokens, hidden)
     probe_hidden, probe_calls = decoder.first_hidden(probe), decoder.calls(probe)

@@ -99,6 +99,7 @@ class Decoder:
 
     def __init__(self, source: ModelSource, *, device: str, dtype: torch.dtype, attention: str = "sdpa") -> None:
         self.source, self.device, self.dtype = source, torch.device(device), dtype
+        self.width = int(source.config.get_text_config().hidden_size)  # channels between layers
         self.model = build_empty(source.config, attention, dtype)
         self.layer_prefix, self.layers = find_layers(self.model)
         self._reader = source.weights()

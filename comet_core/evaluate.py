@@ -151,7 +151,7 @@ def _log_probabilities(model: nn.Module, hidden: Tensor) -> Tensor:
     scale = getattr(model.config, "logits_scaling", None) or getattr(model.config, "logit_scale", None)
     if scale is not None and scale != 1:
         raise CometError(f"{type(model).__name__}: scales its logits by {scale}, which is not supported in evaluation")
-    return logits.log_softmax(-1)
+    return torch.log_softmax(logits, -1)
 
 
 def evaluate_perplexity(
@@ -246,7 +246,7 @@ def _perplexity(nll: float, tokens: int) -> float:
 
 
 def _warn_if_implausible(perplexity: float, subject: Subject, progress: Progress) -> None:
-    vocabulary = subject.model.config.get_text_config().vocab_size
+    vocabulary = subject.model.get_output_embeddings().out_features  # type: ignore[operator]
     if not math.isfinite(perplexity) or perplexity > vocabulary:
         progress.log(
             f"warning: perplexity {perplexity:.4g} is worse than guessing among {vocabulary} tokens; the model or the "

@@ -14,22 +14,21 @@ class HiddenStates:
     """A buffer of [windows, length, D] that is read and overwritten window range by window range.
 
     Args:
-        windows, length, width: the shape.
+        shape: windows, tokens a window, channels.
         dtype, device: of the values; a buffer over `limit` bytes lives in an unnamed file of `spill_folder` instead and
             is moved to `device` piece by piece.
     """
 
     def __init__(
         self,
-        windows: int,
-        length: int,
-        width: int,
+        shape: tuple[int, int, int],
         *,
         dtype: torch.dtype,
         device: torch.device,
         limit: int = DEFAULT_LIMIT,
         spill_folder: Path | None = None,
     ) -> None:
+        windows, length, width = shape
         self.device = device
         self.step = max(1, TOKENS_A_STEP // length)
         count = windows * length * width

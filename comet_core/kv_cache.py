@@ -61,7 +61,7 @@ def _mask_with_starts(
             "pass past_key_values=DynamicCache(), which keeps every key",
         )
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)  # type: ignore[arg-type, assignment]
+    mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)  # type: ignore[arg-type, assignment, misc]
     if attention_mask is not None and attention_mask.dim() == 2:
         mask.comet_starts = attention_mask.to(torch.uint8).argmax(1).tolist()  # type: ignore[attr-defined]
     return mask
@@ -69,7 +69,7 @@ def _mask_with_starts(
 
 def fake_quantize_keys(k: Tensor, spec: KVCacheSpec) -> Tensor:
     """Keys of whole pages, [..., pages * page, D] -> what a 4-bit cache gives back, same type."""
-    pages = k.unflatten(-2, (-1, spec.page))
+    pages = k.reshape(*k.shape[:-2], -1, spec.page, k.shape[-1])
     if spec.key_granularity == "channel":
         codes, scale, minimum = quantize_key_page(pages)
         return dequantize_minmax(codes, scale[..., None, :], minimum[..., None, :]).flatten(-3, -2).to(k.dtype)

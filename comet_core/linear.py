@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from comet_core.plan import BlockPlan
 from comet_core.quantize import QuantizedWeight
-from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.affine import BLOCK, num_blocks, split_blocks
 from comet_cuda.quantize_act import quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
@@ -142,6 +142,7 @@ class Int8Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [...] -> dtype [..., width], times the model's embedding factor."""
-        codes = self.qweight[tokens].float().unflatten(-1, (-1, BLOCK))
+        codes = split_blocks(self.qweight[tokens].float())
         rows = (codes * self.w_scale[tokens].float()[..., None]).flatten(-2)[..., : self.width]
-        return (rows * self.factor).to(self.dtype)
+        embedded: Tensor = (rows * self.factor).to(self.dtype)
+        return embedded

@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from comet_core.calibrate import embed_windows, hidden_width, resolve_compute
+from comet_core.calibrate import embed_windows, resolve_compute
 from comet_core.calibration import Calibration, GroupPlan, load_calibration
 from comet_core.decoder import Decoder, is_tied, layer_linears, permute_rows, run_layer
 from comet_core.hidden import HiddenStates
@@ -166,8 +166,7 @@ class _Job:
         self._begin()
         tokens = self.calibration.tokens
         hidden = HiddenStates(
-            *tokens.shape,
-            hidden_width(self.decoder),
+            (tokens.shape[0], tokens.shape[1], self.decoder.width),
             dtype=self.decoder.dtype,
             device=self.decoder.device,
             spill_folder=self.out,
@@ -336,13 +335,14 @@ class _Job:
             own = {f"{name}.{leaf}": _sixteen(value) for leaf, value in module.named_parameters(recurse=False)}
             bits = {id(embedding): self.recipe.embedding_bits, id(head): self.recipe.lm_head_bits}.get(id(module), 16)
             if bits == 8:
-                weight = _eight_bit(module.weight)
+                matrix = module.get_parameter("weight")
+                weight = _eight_bit(matrix)
                 del own[f"{name}.weight"]
                 own |= {f"{name}.qweight": weight.qweight, f"{name}.w_scale": weight.scale}
                 if module is head:
-                    own |= {f"{name}.{leaf}": value for leaf, value in unquantized_input(module.in_features).items()}
+                    own |= {f"{name}.{leaf}": value for leaf, value in unquantized_input(matrix.shape[1]).items()}
                 if module is head or tied:
-                    entry = LinearEntry(module.weight.shape[1], module.weight.shape[0], 8, True, False, True)
+                    entry = LinearEntry(matrix.shape[1], matrix.shape[0], 8, True, False, True)
                     entries[module_name(model, head)] = asdict(entry)
             tensors |= own
             decoder.unload(module)

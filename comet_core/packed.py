@@ -286,7 +286,7 @@ def load_packed(
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:
     """Name of a module inside the model."""
-    return next(name for name, module in model.named_modules() if module is wanted)
+    return next(str(name) for name, module in model.named_modules() if module is wanted)
 
 
 def _put_embedding(model: nn.Module, tensors: dict[str, Tensor], manifest: Manifest, dtype: torch.dtype) -> None:

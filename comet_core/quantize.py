@@ -177,7 +177,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | N
         damped.diagonal()[dead] = mean
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
-            inverse = torch.cholesky_inverse(lower)
+            inverse = torch.cholesky_inverse(lower)  # type: ignore[no-untyped-call]
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not int(failed) and bool(torch.isfinite(upper).all()):
                 return upper, damping
@@ -209,5 +209,9 @@ def _inverse_norm(x: Tensor) -> Tensor:
     return torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
 
 
+def _one(x: Tensor) -> Tensor:
+    return torch.ones_like(x[:, 0])
+
+
 # square root of each token's weight: by "inverse_norm" every token counts the same, however large its activations
-TOKEN_WEIGHTS = {"inverse_norm": _inverse_norm, "none": lambda x: torch.ones_like(x[:, 0])}
+TOKEN_WEIGHTS = {"inverse_norm": _inverse_norm, "none": _one}

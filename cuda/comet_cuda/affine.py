@@ -27,6 +27,11 @@ def num_blocks(channels: int) -> int:
     return -(-channels // BLOCK)
 
 
+def split_blocks(x: Tensor) -> Tensor:
+    """[..., NB * 128] -> [..., NB, 128]."""
+    return x.reshape(*x.shape[:-1], -1, BLOCK)
+
+
 def choose_minmax_qparams(low: Tensor, high: Tensor, num_bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Range [low, high] -> (scale, minimum), both rounded to `dtype`, for x ~ scale * code + minimum.
 

@@ -13,7 +13,7 @@ SYMMETRIC_ZERO = 8  # the code of 0 in a symmetric 4-bit tensor
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes [..., 2n], each 0..15 -> uint8 [..., n]; byte j holds code 2j (low nibble) and 2j + 1 (high)."""
     assert codes.dtype == torch.uint8 and codes.shape[-1] % 2 == 0
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 

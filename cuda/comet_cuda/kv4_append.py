@@ -15,7 +15,7 @@ from comet_cuda.affine import choose_minmax_qparams, quantize_minmax
 from comet_cuda.int4 import pack_nibbles
 
 KV_BITS = 4
-PARAM_DTYPE = torch.float16  # scale and minimum: 11 significant bits, since keys may have a large mean and a small range
+PARAM_DTYPE = torch.float16  # 11 significant bits: keys may have a large mean and a small range
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return quantize_minmax(x, scale[..., None], minimum[..., None], KV_BITS), scale, minimum
 
 
-def kv4_append_ref(
-    k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, cache: KV4Pages
-) -> None:
+def kv4_append_ref(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, cache: KV4Pages) -> None:
     """Write N tokens into the cache, in place.
 
     Args:

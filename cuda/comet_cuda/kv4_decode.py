@@ -27,7 +27,9 @@ def gather_sequence(cache: KV4Pages, slot: int, length: int, pages: Tensor) -> t
             scale, minimum = cache.k_scale[page][:, None], cache.k_min[page][:, None]
             keys.append(dequantize_minmax(unpack_nibbles(cache.k_codes[page]), scale, minimum))
         codes = unpack_nibbles(cache.v_codes[page][:, :count])
-        values.append(dequantize_minmax(codes, cache.v_scale[page][:, :count, None], cache.v_min[page][:, :count, None]))
+        values.append(
+            dequantize_minmax(codes, cache.v_scale[page][:, :count, None], cache.v_min[page][:, :count, None])
+        )
     return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
 

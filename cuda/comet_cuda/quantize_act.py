@@ -8,7 +8,7 @@ gather, pad with zeros, convert to float32, rotate INT4 blocks (if asked), absma
 import torch
 from torch import Tensor
 
-from comet_cuda.affine import BLOCK, num_blocks, symmetric_qmax
+from comet_cuda.affine import BLOCK, num_blocks, split_blocks, symmetric_qmax
 from comet_cuda.library import define_op
 
 HADAMARD_NORM = 128**-0.5  # makes the 128-point Hadamard transform orthonormal, so it is its own inverse
@@ -22,7 +22,7 @@ def hadamard_blocks(x: Tensor) -> Tensor:
     """
     assert x.dtype == torch.float32 and x.shape[-1] == BLOCK
     for stage in range(7):
-        pairs = x.unflatten(-1, (BLOCK >> (stage + 1), 2, 1 << stage))
+        pairs = x.reshape(*x.shape[:-1], BLOCK >> (stage + 1), 2, 1 << stage)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
     return x * HADAMARD_NORM
@@ -36,7 +36,7 @@ def to_blocks(x: Tensor, perm: Tensor | None) -> Tensor:
     padding = num_blocks(channels) * BLOCK - channels
     if padding:
         x = torch.nn.functional.pad(x, (0, padding))
-    return x.unflatten(-1, (-1, BLOCK))
+    return split_blocks(x)
 
 
 def quantize_act_ref(

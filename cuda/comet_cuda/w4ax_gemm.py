@@ -8,7 +8,7 @@ y[m, n] = sum_b sx[m, b] * sw[n, b] * sum_{k in b} qx[m, k] * (qw[n, k] - zw[n, 
 import torch
 from torch import Tensor
 
-from comet_cuda.affine import BLOCK
+from comet_cuda.affine import split_blocks
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
 from comet_cuda.library import define_op
 
@@ -20,8 +20,8 @@ def weight_integers(qweight: Tensor, w_zero: Tensor | None) -> Tensor:
     (symmetric, schemes with 8-bit weights; reference only).
     """
     if qweight.dtype == torch.int8:
-        return qweight.float().unflatten(-1, (-1, BLOCK))
-    codes = unpack_nibbles(qweight).float().unflatten(-1, (-1, BLOCK))
+        return split_blocks(qweight.float())
+    codes = split_blocks(unpack_nibbles(qweight).float())
     if w_zero is None:
         return codes - SYMMETRIC_ZERO
     return codes - w_zero.float()[..., None]
