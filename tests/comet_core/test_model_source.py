@@ -374,6 +374,18 @@ def test_a_gguf_file_becomes_a_16_bit_folder_once(tmp_path, scale, dtype):
     assert again.digest() == source.digest()
 
 
+def test_a_gguf_header_is_parsed_once_and_the_reader_given_back(tmp_path, monkeypatch):
+    import gguf
+
+    parsed = []
+    original = gguf.GGUFReader._build_fields
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda *a: (parsed.append(1), original(*a))[1])
+    reader = gguf.GGUFReader
+    write_gguf(tmp_path / "tiny.gguf")
+    gguf_to_folder(tmp_path / "tiny.gguf")
+    assert len(parsed) == 1 and gguf.GGUFReader is reader
+
+
 def test_a_gguf_file_with_values_that_are_not_finite_is_refused(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", float("nan"))
     assert "not finite" in message(gguf_to_folder, tmp_path / "tiny.gguf")
