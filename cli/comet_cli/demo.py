@@ -30,7 +30,7 @@ def demo(
     samples: Annotated[int, typer.Option(help="Calibration windows.", min=1)] = 32,
     calibration_seq_len: Annotated[int, typer.Option(help="Tokens in each of them.", min=2)] = 512,
     windows: Annotated[int, typer.Option(help="Perplexity windows.", min=1)] = 8,
-    seq_len: Annotated[int, typer.Option(help="Tokens in each of them.", min=2)] = 2048,
+    seq_len: Annotated[int, typer.Option(help="Tokens in each of them.", min=2)] = 512,
     prompt: Annotated[str, typer.Option(help="Text that each model continues.")] = PROMPT,
 ) -> None:
     """Fetch a small model, quantize it, print one table."""

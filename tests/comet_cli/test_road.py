@@ -1,0 +1,94 @@
+"""The road a user takes, on a model of two narrow layers: pack (which calibrates first), eval as typed, once more."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from comet_cli import main
+
+TEXT = "the cat sat on the mat and the dog lay by the door, while rain fell on the roof of the old house. "
+SMALL = ("--samples", "4", "--seq-len", "64", "--device", "cpu")
+
+
+def comet(*arguments: str) -> tuple[str, str]:
+    """stdout and stderr of a command that must succeed."""
+    done = CliRunner().invoke(main.app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder that holds `tiny`, a Llama of two layers with a byte tokenizer, and `text.txt`."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    home = tmp_path_factory.mktemp("road")
+    (home / "text.txt").write_text(TEXT * 60)
+    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<eos>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(home / "tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.float16).save_pretrained(home / "tiny")
+    return home
+
+
+def test_pack_calibrates_first_and_eval_finds_the_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    out, err = comet("pack", "tiny", "--data", "text.txt", *SMALL, "--json")
+    packed = json.loads(out)
+    assert (packed["kind"], packed["model"], packed["recipe"]) == ("packed", "tiny", "w4a4kv4")
+    assert packed["folder"] == "runs/tiny-w4a4kv4/packed" and packed["int4_mac_fraction"] > 0
+    assert "calibrating first" in err
+    assert (folder / "runs/tiny-w4a4kv4/calibration/outliers.png").read_bytes()[:4] == b"\x89PNG"
+
+    measure = ("--ppl", "text.txt", "--windows", "2", "--seq-len", "64", "--device", "cpu")
+    out, err = comet("eval", *measure, "--prompt", "the cat", "--tokens", "3", "--json")
+    assert "runs/tiny-w4a4kv4/packed, the last one packed" in err
+    *records, text = map(json.loads, out.splitlines())
+    values = {(record["recipe"], record["metric"]): record["value"] for record in records}
+    assert set(values) == {("w4a4kv4", metric) for metric in ("perplexity", "kl", "top1")} | {("fp16", "perplexity")}
+    assert 100 < values["fp16", "perplexity"] < 600  # random weights: near the 257 tokens to choose from
+    assert values["w4a4kv4", "perplexity"] == pytest.approx(values["fp16", "perplexity"], rel=0.2)
+    assert text["kind"] == "text" and text["prompt"] == "the cat"
+    kept = [json.loads(line) for line in (folder / "runs/eval.jsonl").read_text().splitlines()]
+    assert kept == records
+
+    out, _ = comet("eval", *measure)
+    assert "w4a4kv4" in out and "fp16" in out and "protocol: data: " in out
+
+
+def test_pack_again_takes_the_calibration_it_finds_unless_told_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    comet("calibrate", "tiny", "--data", "text.txt", *SMALL)
+    _, err = comet("pack", "tiny", "--device", "cpu")
+    assert "calibration: runs/tiny-w4a4kv4/calibration, found" in err
+    _, err = comet("pack", "tiny", "--data", "text.txt", "--samples", "2", "--seq-len", "64", "--device", "cpu")
+    assert "other data, samples, length or seed, so calibrating first" in err
+    given = "runs/tiny-w4a4kv4/calibration"
+    out, _ = comet("pack", "tiny", "--calibration", given, "--out", "elsewhere", "--device", "cpu")
+    assert "elsewhere" in out and json.loads(Path("runs/last.json").read_text()) == {"packed": "elsewhere"}
+    done = CliRunner().invoke(main.app, ["pack", "tiny", "--calibration", given, "--samples", "3"])
+    assert done.exit_code == 2 and "exclude each other" in done.stderr
+
+
+def test_random_weights_calibrated_in_one_process_pack_in_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest that ties calibration and model together must not depend on what a process did before."""
+    monkeypatch.chdir(folder)
+    cut = ("smollm2-135m", "--weights", "random", "--layers", "1", "--recipe", "w4a4-naive")
+    comet("calibrate", *cut, *SMALL)
+    _, err = comet("pack", *cut, "--device", "cpu")
+    assert "calibration: runs/smollm2-135m-random-1layers-w4a4-naive/calibration, found" in err
