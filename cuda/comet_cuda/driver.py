@@ -26,7 +26,9 @@ _FUNCTION_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BY
 _FUNCTION_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _EXTRA_BUFFER_POINTER, _EXTRA_BUFFER_SIZE, _EXTRA_END = 1, 2, 0
 _CAPTURE_RELAXED = 2
-_CONFIG = struct.Struct("7I4xQQI4x")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes, their number
+_SHAPE = struct.Struct("7I4x")  # the first part of CUlaunchConfig: grid, block, shared bytes
+_CONFIG = struct.Struct("32sQQI4x")  # CUlaunchConfig: that part, stream, attributes, their number
+_MOST_SHAPES = 4096  # launch shapes remembered by a kernel
 _DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a kernel may use without asking for more
 
 
@@ -111,6 +113,7 @@ class LoadedKernel:
         self._parameters = self._parameter_info()  # (offset, bytes) of each parameter
         self._buffers = _ThreadBuffers(sum(self._parameters[-1]) if self._parameters else 0)
         self._pack = struct.Struct("")
+        self._shapes: dict[tuple[Dim, Dim, int], bytes] = {}
         self._launch = library.cuLaunchKernelEx
         self._shared_limit = _DEFAULT_SHARED_LIMIT
 
@@ -149,13 +152,22 @@ class LoadedKernel:
         driver_library().cuFuncSetAttribute(self._function, _FUNCTION_CARVEOUT, 100)
         self._shared_limit = shared_bytes
 
+    def _new_shape(self, grid: Dim, block: Dim, shared_bytes: int) -> bytes:
+        """Pack a launch shape that has not been seen before, and make room for its shared memory."""
+        if shared_bytes > self._shared_limit:
+            self.allow_shared(shared_bytes)
+        if len(self._shapes) >= _MOST_SHAPES:
+            self._shapes.clear()
+        packed = _SHAPE.pack(*_dim3(grid), *_dim3(block), shared_bytes)
+        self._shapes[grid, block, shared_bytes] = packed
+        return packed
+
     def launch(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False) -> None:
         """Launch on torch's current stream of this device; see `CompiledKernel.launch`."""
         values = [
             value.data_ptr() if isinstance(value, torch.Tensor) else 0 if value is None else value for value in args
         ]
-        if shared_bytes > self._shared_limit:
-            self.allow_shared(shared_bytes)
+        shape = self._shapes.get((grid, block, shared_bytes)) or self._new_shape(grid, block, shared_bytes)
         buffers = self._buffers
         try:
             self._pack.pack_into(buffers.parameters, 0, *values)
@@ -163,9 +175,7 @@ class LoadedKernel:
             self._pack = self._layout(values)
             self._pack.pack_into(buffers.parameters, 0, *values)
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # type: ignore[attr-defined,unused-ignore]
-        _CONFIG.pack_into(
-            buffers.config, 0, *_dim3(grid), *_dim3(block), shared_bytes, stream, buffers.attributes_at, int(pdl)
-        )
+        _CONFIG.pack_into(buffers.config, 0, shape, stream, buffers.attributes_at, pdl)
         status = self._launch(buffers.config, self._function, None, buffers.extra)
         if status == _INVALID_CONTEXT:  # a thread in which torch has not used this GPU yet
             _use_torch_context(self.device)

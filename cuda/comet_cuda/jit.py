@@ -28,7 +28,7 @@ from comet_cuda.errors import CometError
 
 SOURCE_FOLDER = Path(__file__).parent
 INCLUDE_FOLDER = SOURCE_FOLDER / "include"
-FORMAT = "comet-cubin-1"  # first word of a cache file: one line of JSON, then the cubin
+FORMAT = "comet-cubin-2"  # first word of a cache file: one line of JSON, then the cubin
 LOCK_SECONDS = 300.0  # a compiling process is waited for this long, then we compile too
 
 _log = logging.getLogger(__name__)
@@ -47,12 +47,25 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """Machine code of one entry for one architecture."""
+    """Machine code of one source for one architecture, with all its entries."""
 
-    entry: str
     arch: str
     code: bytes
-    resources: Resources
+    resources: Mapping[str, Resources]  # of each entry, as far as the compiler reported them
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way a source is compiled, and the dynamic shared memory it is launched with at most."""
+
+    source_name: str
+    defines: Mapping[str, int | str]
+    options: tuple[str, ...] = ()
+    shared_bytes: int = 0
+
+    def compile(self, arch: str) -> "Cubin":
+        """Compile it for `arch`, or find it in the cache."""
+        return compile_cubin(self.source_name, arch, self.defines, self.options)
 
 
 def cache_folder() -> Path:
@@ -74,12 +87,12 @@ def _nvrtc() -> Any:
 
 
 @functools.cache
-def compiler_version() -> str:
-    """NVRTC's version, "13.0"."""
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's version, such as (13, 0)."""
     status, major, minor = _nvrtc().nvrtcVersion()
     if int(status):
         raise CometError(f"NVRTC does not say its version: {status}")
-    return f"{major}.{minor}"
+    return major, minor
 
 
 def read_sources(source_name: str) -> dict[str, str]:
@@ -95,35 +108,39 @@ def read_sources(source_name: str) -> dict[str, str]:
 
 
 def _options(arch: str, defines: Mapping[str, int | str], options: Sequence[str]) -> list[str]:
+    own_cache = ["--no-cache"] if compiler_version() >= (13, 0) else []  # NVRTC's returns no report of resources
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--ptxas-options=-v",
+        *own_cache,
         *options,
         *(f"-D{name}={value}" for name, value in sorted(defines.items())),
     ]
 
 
-def _key(texts: Mapping[str, str], entry: str, options: Sequence[str]) -> str:
-    parts = [FORMAT, compiler_version(), entry, *options]
+def _key(texts: Mapping[str, str], options: Sequence[str]) -> str:
+    parts = [FORMAT, str(compiler_version()), *options]
     parts += [part for name in sorted(texts) for part in (name, texts[name])]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def parse_resources(log: str, entry: str) -> Resources:
-    """Read the assembler's `-v` report of `entry` out of the compiler's log."""
-    report = log[log.index(f"'{entry}'") :]
+def parse_resources(log: str) -> dict[str, Resources]:
+    """Read the assembler's `-v` report out of the compiler's log: entry -> what it takes."""
+    found: dict[str, Resources] = {}
+    for report in log.split("Compiling entry function '")[1:]:
 
-    def number(pattern: str) -> int:
-        found = re.search(pattern, report)
-        return int(found.group(1)) if found else 0
+        def number(pattern: str, report: str = report) -> int:
+            match = re.search(pattern, report)
+            return int(match.group(1)) if match else 0
 
-    return Resources(
-        registers=number(r"Used (\d+) registers"),
-        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        static_shared_bytes=number(r"(\d+) bytes smem"),
-    )
+        found[report.split("'", 1)[0]] = Resources(
+            registers=number(r"Used (\d+) registers"),
+            spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            stack_bytes=number(r"(\d+) bytes stack frame"),
+            static_shared_bytes=number(r"(\d+) bytes smem"),
+        )
+    return found
 
 
 def _run_nvrtc(texts: Mapping[str, str], source_name: str, options: Sequence[str]) -> tuple[bytes, str]:
@@ -145,8 +162,9 @@ def _run_nvrtc(texts: Mapping[str, str], source_name: str, options: Sequence[str
         nvrtc.nvrtcGetProgramLog(program, log)
         text = log.rstrip(b"\0").decode(errors="replace")
         if int(status):
+            major, minor = compiler_version()
             raise CometError(
-                f"{source_name} does not compile with {' '.join(options)} (NVRTC {compiler_version()}):\n{text}",
+                f"{source_name} does not compile with {' '.join(options)} (NVRTC {major}.{minor}):\n{text}",
                 "update the driver and NVRTC if the architecture is newer than they are",
             )
         code = bytes(nvrtc.nvrtcGetCUBINSize(program)[1])
@@ -156,25 +174,25 @@ def _run_nvrtc(texts: Mapping[str, str], source_name: str, options: Sequence[str
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _read(path: Path, entry: str, arch: str) -> Cubin | None:
+def _read(path: Path, arch: str) -> Cubin | None:
     """The cubin in a cache file; None where there is none, or a damaged one."""
     try:
         header, code = path.read_bytes().split(b"\n", 1)
         described = json.loads(header)
         if described["format"] != FORMAT or described["sha256"] != hashlib.sha256(code).hexdigest():
             return None
-        return Cubin(entry, arch, code, Resources(**described["resources"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        resources = {entry: Resources(**numbers) for entry, numbers in described["resources"].items()}
+        return Cubin(arch, code, resources)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _write(path: Path, cubin: Cubin) -> None:
     header = {
         "format": FORMAT,
-        "entry": cubin.entry,
         "arch": cubin.arch,
         "sha256": hashlib.sha256(cubin.code).hexdigest(),
-        "resources": dataclasses.asdict(cubin.resources),
+        "resources": {entry: dataclasses.asdict(numbers) for entry, numbers in cubin.resources.items()},
     }
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -207,39 +225,43 @@ def _lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def compile_cubin(
-    source_name: str,
-    entry: str,
-    arch: str,
-    defines: Mapping[str, int | str] | None = None,
-    options: Sequence[str] = (),
+@functools.cache
+def _compile_cubin(
+    source_name: str, arch: str, defines: tuple[tuple[str, int | str], ...], options: tuple[str, ...]
 ) -> Cubin:
-    """Compile one entry, or read it from the cache. Needs no GPU; arguments as in `compile_kernel`."""
     texts = read_sources(source_name)
-    flags = _options(arch, defines or {}, options)
-    path = cache_folder() / f"{entry}-{arch}-{_key(texts, entry, flags)}.cubin"
-    cached = _read(path, entry, arch)
+    flags = _options(arch, dict(defines), options)
+    path = cache_folder() / f"{Path(source_name).stem}-{arch}-{_key(texts, flags)}.cubin"
+    cached = _read(path, arch)
     if cached is not None:
         return cached
     with _lock(path):
-        cached = _read(path, entry, arch)
+        cached = _read(path, arch)
         if cached is not None:
             return cached
         code, log = _run_nvrtc(texts, source_name, flags)
-        cubin = Cubin(entry, arch, code, parse_resources(log, entry))
+        cubin = Cubin(arch, code, parse_resources(log))
         try:
             _write(path, cubin)
         except OSError as error:
-            _log.warning("kernel cache %s cannot be written (%s): %s stays in memory", path.parent, error, entry)
+            _log.warning("kernel cache %s cannot be written (%s): %s stays in memory", path.parent, error, source_name)
         return cubin
+
+
+def compile_cubin(
+    source_name: str, arch: str, defines: Mapping[str, int | str] | None = None, options: Sequence[str] = ()
+) -> Cubin:
+    """Compile one source, or read it from the cache. Needs no GPU; arguments as in `compile_kernel`."""
+    return _compile_cubin(source_name, arch, tuple(sorted((defines or {}).items())), tuple(options))
 
 
 class CompiledKernel:
     """A compiled entry; loads itself on each GPU at the first launch there."""
 
-    def __init__(self, cubin: Cubin) -> None:
+    def __init__(self, cubin: Cubin, entry: str) -> None:
         self.cubin = cubin
-        self.resources = cubin.resources
+        self.entry = entry
+        self.resources = cubin.resources.get(entry)  # None where the compiler reported nothing
         self._loaded: dict[int, LoadedKernel] = {}
         self._lock = threading.Lock()
 
@@ -247,7 +269,7 @@ class CompiledKernel:
         """The kernel on GPU `device`, loaded once."""
         with self._lock:
             if device not in self._loaded:
-                self._loaded[device] = LoadedKernel(self.cubin.code, self.cubin.entry, device)
+                self._loaded[device] = LoadedKernel(self.cubin.code, self.entry, device)
             return self._loaded[device]
 
     def launch(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False) -> None:
@@ -262,7 +284,7 @@ class CompiledKernel:
             pdl: allow this kernel to start before the previous one in the stream ends (programmatic dependent launch,
                 sm_90 and later); the kernel must then wait (griddepcontrol.wait) before it reads what that one wrote.
         """
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         loaded = self._loaded.get(device) or self.load(device)
         loaded.launch(grid, block, args, shared_bytes, pdl)
 
@@ -270,8 +292,9 @@ class CompiledKernel:
         self, device: int, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False
     ) -> None:
         """`launch` on GPU `device`, which need not be torch's current one."""
-        if device == torch.cuda.current_device():
-            self.launch(grid, block, args, shared_bytes, pdl)
+        if device == torch._C._cuda_getDevice():
+            loaded = self._loaded.get(device) or self.load(device)
+            loaded.launch(grid, block, args, shared_bytes, pdl)
             return
         with torch.cuda.device(device):
             self.launch(grid, block, args, shared_bytes, pdl)
@@ -281,7 +304,7 @@ class CompiledKernel:
 def _compile_kernel(
     source_name: str, entry: str, arch: str, defines: tuple[tuple[str, int | str], ...], options: tuple[str, ...]
 ) -> CompiledKernel:
-    return CompiledKernel(compile_cubin(source_name, entry, arch, dict(defines), options))
+    return CompiledKernel(_compile_cubin(source_name, arch, defines, options), entry)
 
 
 def compile_kernel(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from comet_cuda.affine import BLOCK, num_blocks
-from comet_cuda.dispatch import device_arch
+from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.errors import CometError
-from comet_cuda.jit import CompiledKernel, compile_kernel
+from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
 from comet_cuda.quantize_act import quantize_act_ref
 from comet_cuda.weight_layout import ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
@@ -30,7 +30,8 @@ FUSE = {"none": 0, "rms_norm": 1, "silu_mul": 2}
 LAYOUTS = {"canonical": 0, "sm_90": 1, "sm_80": 2, "portable": 3}
 THREADS = 256
 BLOCKS_PER_PASS = THREADS // 8  # blocks of 128 channels that a cta quantizes at a time
-MIN_CTAS = {1: 4, 2: 3, 4: 2}  # tokens a cta -> ctas a multiprocessor that registers must allow
+MIN_CTAS = {2: 4, 4: 3, 8: 2}  # bytes of a gathered word -> ctas a multiprocessor that registers must allow
+PERM_ALIGNMENT = 512  # bytes, one block of indices; what torch's allocator gives
 DEFAULT_SHARED = 99 * 1024  # bytes a cta may use where torch does not say
 _PARAMS = struct.Struct("<9Q3if")  # Params of quantize_act.cu
 
@@ -43,10 +44,17 @@ class Plan:
     splits: int  # ctas that share a token's blocks
     stage: bool  # rows in shared memory
     shared_bytes: int
+    overlap: bool = False  # may start before the previous kernel ends (programmatic dependent launch)
 
 
 def kernel_defines(
-    dtype: torch.dtype, tokens: int, hadamard: bool, fuse: str, layout: str, vector: bool, stage: bool
+    dtype: torch.dtype,
+    tokens: int,
+    hadamard: bool,
+    fuse: str,
+    layout: str,
+    vector: bool,
+    stage: bool,
 ) -> dict[str, int | str]:
     """The preprocessor definitions of one configuration of quantize_act.cu."""
     return {
@@ -58,8 +66,25 @@ def kernel_defines(
         "VECTOR": int(vector),
         "STAGE": int(stage),
         "THREADS": THREADS,
-        "MIN_CTAS": MIN_CTAS[tokens],
+        "MIN_CTAS": MIN_CTAS[tokens * ELEMENT_BYTES[dtype]] - (fuse != "none"),
     }
+
+
+def configurations(layout: str) -> list[Configuration]:
+    """Every way that `_launch` can compile the kernel on a GPU whose GEMM reads `layout`."""
+    staged = [(tokens, vector, True) for tokens in (1, 2) for vector in (False, True)]
+    found = []
+    for dtype in ELEMENTS:
+        for hadamard in (False, True):
+            for tokens, vector, stage in (*staged, (1, False, False), (1, True, False)):
+                for target in ("canonical", layout):
+                    defines = kernel_defines(dtype, tokens, hadamard, "none", target, vector, stage)
+                    found.append(Configuration(SOURCE, defines, OPTIONS))
+            for tokens, vector, stage in staged:
+                for fuse in ("rms_norm", "silu_mul"):
+                    defines = kernel_defines(dtype, tokens, hadamard, fuse, layout, vector, stage)
+                    found.append(Configuration(SOURCE, defines, OPTIONS))
+    return found
 
 
 def plan_launch(rows: int, channels: int, element_bytes: int, sms: int, shared_limit: int) -> Plan:
@@ -81,7 +106,7 @@ def plan_launch(rows: int, channels: int, element_bytes: int, sms: int, shared_l
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, layout: str, vector: bool
+    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, layout: str, aligned: int
 ) -> tuple[CompiledKernel, Plan]:
     properties = torch.cuda.get_device_properties(device)
     plan = plan_launch(
@@ -91,37 +116,41 @@ def _prepared(
         properties.multi_processor_count,
         int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED)),
     )
+    vector = channels % 4 == 0 and aligned % (4 * ELEMENT_BYTES[dtype]) == 0
     if fuse != "none" and not plan.stage:
         raise CometError(
             f"quantize_act fused with {fuse}: a row of {channels} {dtype} channels does not fit in shared memory",
             "call the norm or activation first, then quantize_act",
         )
     defines = kernel_defines(dtype, plan.tokens, hadamard, fuse, layout, vector, plan.stage)
+    plan = dataclasses.replace(plan, overlap=device_capability(device) >= (9, 0))
     return compile_kernel(SOURCE, "quantize_act", device_arch(device), defines, OPTIONS), plan
 
 
-def _check(x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor) -> None:
+def _explain(x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor) -> CometError:
+    """What is wrong with arguments that did not pass `_launch`'s one-line check."""
     if x.dtype not in ELEMENTS:
-        raise CometError(f"quantize_act: x is {x.dtype}", "it must be float32, bfloat16 or float16")
+        return CometError(f"quantize_act: x is {x.dtype}", "it must be float32, bfloat16 or float16")
+    if x.dim() != 2:
+        return CometError(f"quantize_act: x is {tuple(x.shape)}", "it must be [tokens, channels]")
     blocks = num_blocks(channels)
-    if block_bits.shape != (blocks,) or block_bits.dtype != torch.uint8:
-        raise CometError(
-            f"quantize_act: block_bits is {block_bits.dtype} {tuple(block_bits.shape)} for {channels} channels",
-            f"it must be torch.uint8 ({blocks},)",
-        )
-    if clip.shape != (blocks,) or clip.dtype != torch.float32:
-        raise CometError(
-            f"quantize_act: clip is {clip.dtype} {tuple(clip.shape)} for {channels} channels",
-            f"it must be torch.float32 ({blocks},)",
-        )
-    if perm is not None and (perm.shape != (channels,) or perm.dtype != torch.int32):
-        raise CometError(
-            f"quantize_act: perm is {perm.dtype} {tuple(perm.shape)} for {channels} channels",
-            f"it must be torch.int32 ({channels},)",
-        )
-    device = x.device
-    if block_bits.device != device or clip.device != device or (perm is not None and perm.device != device):
-        raise CometError(f"quantize_act: x is on {device}, its permutation, bits or clip are not", "move them there")
+    for name, tensor, dtype, size in (
+        ("block_bits", block_bits, torch.uint8, blocks),
+        ("clip", clip, torch.float32, blocks),
+        ("perm", perm, torch.int32, channels),
+    ):
+        if tensor is not None and (tensor.dtype != dtype or tensor.shape != (size,)):
+            return CometError(
+                f"quantize_act: {name} is {tensor.dtype} {tuple(tensor.shape)} for {channels} channels",
+                f"it must be {dtype} ({size},)",
+            )
+    return CometError(f"quantize_act: x is on {x.device}, its permutation, bits or clip are not", "move them there")
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(channels: int, device: int) -> Tensor:
+    """int32 [K], the permutation that keeps the order."""
+    return torch.arange(channels, dtype=torch.int32, device=torch.device("cuda", device))
 
 
 def _launch(
@@ -142,7 +171,19 @@ def _launch(
     """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) into codes and scale, allocated by the caller."""
     rows = x.shape[0]
     channels = x.shape[1] // 2 if fuse == "silu_mul" else x.shape[1]
-    _check(x, channels, perm, block_bits, clip)
+    device = x.get_device()
+    blocks = block_bits.numel()
+    if not (
+        x.dtype in ELEMENTS
+        and x.dim() == 2
+        and 0 <= blocks * BLOCK - channels < BLOCK
+        and clip.numel() == blocks
+        and block_bits.dtype == torch.uint8
+        and clip.dtype == torch.float32
+        and block_bits.get_device() == device == clip.get_device()
+        and (perm is None or (perm.dtype == torch.int32 and perm.numel() == channels and perm.get_device() == device))
+    ):
+        raise _explain(x, channels, perm, block_bits, clip)
     if rows == 0:
         return
     x_at = x.data_ptr()
@@ -150,29 +191,31 @@ def _launch(
     residual_at, out_at = (
         (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
     )
-    four = 4 * ELEMENT_BYTES[x.dtype]  # bytes of one vector access
-    vector = channels % 4 == 0 and (x_at | weight_at | residual_at | out_at) % four == 0
-    device = x.get_device()
-    kernel, plan = _prepared(device, rows, channels, x.dtype, hadamard, fuse, layout, vector)
-    if perm is not None:
-        perm = perm if perm.data_ptr() % 16 == 0 else perm.clone()
+    aligned = (x_at | weight_at | residual_at | out_at) % 16  # 0: to 16 bytes
+    kernel, plan = _prepared(device, rows, channels, x.dtype, hadamard, fuse, layout, aligned)
+    perm = _identity(channels, device) if perm is None else perm
+    perm_at = perm.data_ptr()
+    if perm_at % PERM_ALIGNMENT:
+        perm = perm.clone()
+        perm_at = perm.data_ptr()
     params = _PARAMS.pack(
         x_at,
         residual_at,
         out_at,
         weight_at,
-        0 if perm is None else perm.data_ptr(),
+        perm_at,
         block_bits.data_ptr(),
         clip.data_ptr(),
         codes.data_ptr(),
         scale.data_ptr(),
         rows,
         channels,
-        block_bits.shape[0],
+        blocks,
         eps,
     )
     tiles = token_atoms(rows) * 8 if layout == "sm_90" else rows  # padding tokens of an atom are written as zeros
-    kernel.launch_on(device, (-(-tiles // plan.tokens), plan.splits), THREADS, (params,), plan.shared_bytes)
+    grid = (-(-tiles // plan.tokens), plan.splits)
+    kernel.launch_on(device, grid, THREADS, (params,), plan.shared_bytes, plan.overlap)
 
 
 def _contiguous(x: Tensor) -> Tensor:

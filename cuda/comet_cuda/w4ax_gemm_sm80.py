@@ -16,7 +16,7 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
-from comet_cuda.jit import CompiledKernel, compile_kernel
+from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.weight_layout_sm80 import ROW_TILE, record_bytes_sm80, tile_weight_sm80
 
 SOURCE = "w4ax_gemm_sm80.cu"
@@ -76,6 +76,11 @@ def tile_tokens(tokens: int) -> int:
     return next((size for size in sorted(STAGES) if tokens <= size), max(STAGES))
 
 
+def min_ctas(tokens: int, portable: bool) -> int:
+    """Ctas a multiprocessor that registers allow: widened INT4 blocks take some more."""
+    return 1 if portable and tokens == 64 else MIN_CTAS[tokens]
+
+
 def shared_bytes(tokens: int, has_zero: bool) -> int:
     """Dynamic shared memory of a cta: records, codes and meta of the blocks in flight."""
     return STAGES[tokens] * (record_bytes_sm80(has_zero) + tokens * (BLOCK + 8))
@@ -89,8 +94,18 @@ def kernel_defines(tokens: int, has_zero: bool, out_dtype: torch.dtype, portable
         "ZERO": int(has_zero),
         "OUT": OUT_KINDS[out_dtype],
         "PORTABLE": int(portable),
-        "MIN_CTAS": MIN_CTAS[tokens],
+        "MIN_CTAS": min_ctas(tokens, portable),
     }
+
+
+def configurations(portable: bool) -> list[Configuration]:
+    """Every way the GEMM can be launched."""
+    return [
+        Configuration(SOURCE, kernel_defines(tokens, has_zero, out, portable), (), shared_bytes(tokens, has_zero))
+        for tokens in STAGES
+        for has_zero in (False, True)
+        for out in OUT_KINDS
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,7 +167,7 @@ def _prepare_launch(
 ) -> _Launch:
     tile = tile_tokens(tokens)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    ctas = sms * MIN_CTAS[tile]
+    ctas = sms * min_ctas(tile, portable)
     schedule = make_schedule(row_tiles, -(-tokens // tile), bits, portable, ctas)
     defines = kernel_defines(tile, has_zero, out, portable)
     arch = device_arch(device)

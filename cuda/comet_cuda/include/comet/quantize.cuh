@@ -54,7 +54,7 @@ struct Float16 {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(uint16_t(bits)));
     return x;
   }
-  __device__ static float half_to_float(uint32_t pair, int half) { return to_float(half ? pair >> 16 : pair & 0xFFFFu); }
+  __device__ static float half_to_float(uint32_t pair, int half) { return to_float(pair >> (16 * half)); }
   __device__ static uint32_t from_float(float x) {
     uint16_t h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
@@ -148,13 +148,20 @@ __device__ __forceinline__ float block_max(float x) {
   for (int d = 1; d < kLanesPerBlock; d *= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, d));
   return x;
 }
-__device__ __forceinline__ int block_sum(int x) {
+__device__ __forceinline__ float block_sum(float x) {
 #pragma unroll
   for (int d = 1; d < kLanesPerBlock; d *= 2) x += __shfl_xor_sync(kWarp, x, d);
   return x;
 }
 
 // ---- codes
+
+// 1 / x, correctly rounded, for kTiny <= x <= kHuge: the hardware's approximation and one Newton step.
+__device__ __forceinline__ float reciprocal_of(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.f), r);
+}
 
 // x / scale, correctly rounded: an approximate quotient and one exact remainder (Markstein), for kTiny <= scale <= kHuge.
 // Where the remainder underflows, the quotient is far below 1/2 and its code is 0 either way.
@@ -163,23 +170,43 @@ __device__ __forceinline__ float divide(float x, float scale, float reciprocal) 
   return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
 }
 
-// Low bytes of four words -> one word.
-__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+// Two quotients -> the nearest integers (half to even), as a pair of f16: exact up to 2048, and beyond the clamp anyway.
+__device__ __forceinline__ uint32_t round_pair(float a, float b) {
+  a = __fsub_rn(__fadd_rn(a, kRound), kRound);
+  b = __fsub_rn(__fadd_rn(b, kRound), kRound);
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
 }
-
-__device__ __forceinline__ int add_bytes(uint32_t bytes, int sum) {
-  asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101));
+// Both halves into [-bound, bound]; `bound` is a pair of equal positive f16.
+__device__ __forceinline__ uint32_t clamp_pair(uint32_t pair, uint32_t bound) {
+  asm("min.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(bound));
+  asm("max.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(bound ^ 0x80008000u));
+  return pair;
+}
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
 }
-
+// The sum of a lane's 16 codes: at most 8 * 127 in each half, which f16 holds exactly.
+__device__ __forceinline__ float sum_of(const uint32_t (&pairs)[kSlots / 2]) {
+  const uint32_t a = add_pairs(add_pairs(pairs[0], pairs[1]), add_pairs(pairs[2], pairs[3]));
+  const uint32_t b = add_pairs(add_pairs(pairs[4], pairs[5]), add_pairs(pairs[6], pairs[7]));
+  const uint32_t both = add_pairs(a, b);
+  return __fadd_rn(Float16::to_float(both & 0xFFFFu), Float16::to_float(both >> 16));
+}
+// Two pairs of codes -> four two's complement bytes: 1536 + code has the code in its low byte.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t low, uint32_t high) {
+  return __byte_perm(add_pairs(low, 0x66006600u), add_pairs(high, 0x66006600u), 0x6420);
+}
 #if __CUDA_ARCH__ >= 890
-// Four integers in [-7, 7], as floats -> their e4m3 bytes.
-__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  return uint32_t(low) | (uint32_t(high) << 16);
+// Two pairs of codes in [-7, 7] -> their four e4m3 bytes.
+__device__ __forceinline__ uint32_t e4m3_of(uint32_t low, uint32_t high) {
+  uint16_t a, b;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(a) : "r"(low));
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(b) : "r"(high));
+  return uint32_t(a) | (uint32_t(b) << 16);
 }
 #endif
 

@@ -1,0 +1,145 @@
+"""Every kernel compiles for every architecture without a GPU: no spills, and shared memory within the chip's limit.
+
+The default run compiles a sample; `-m slow` compiles every configuration and prints the table of registers.
+"""
+
+import dataclasses
+import importlib
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC (pip install '.[cuda]')")
+
+from comet_cuda.dispatch import FAMILIES, Family, arch_of
+from comet_cuda.jit import Configuration, Resources
+
+SOURCES = Path(__file__).parents[2] / "cuda" / "comet_cuda"
+CAPABILITIES = [capability for family in FAMILIES for capability in family.capabilities]
+
+
+def sm90_gemm() -> list[Configuration]:
+    """Every row of the measured tile table, with and without zero points, for every output type."""
+    gemm = importlib.import_module("comet_cuda.w4ax_gemm_sm90")
+    names = {field.name for field in dataclasses.fields(gemm.Tiles)}
+    tiles = {gemm.Tiles(**{k: v for k, v in row.items() if k in names}) for row in gemm.tile_table()}
+    return [
+        Configuration(gemm.SOURCE, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
+        for tile in sorted(tiles, key=lambda tile: tile.tokens)
+        for has_zero in (False, True)
+        for out in gemm.OUT_KINDS
+    ]
+
+
+LISTS: dict[str, Callable[[Family], list[Configuration]]] = {  # source -> what is launched on a family
+    "quantize_act.cu": lambda family: importlib.import_module("comet_cuda.quantize_act_cuda").configurations(
+        family.name
+    ),
+    "w4ax_gemm_sm90.cu": lambda family: sm90_gemm() if family.name == "sm_90" else [],
+    "w4ax_gemm_sm80.cu": lambda family: (
+        []
+        if family.name == "sm_90"
+        else importlib.import_module("comet_cuda.w4ax_gemm_sm80").configurations(family.name == "portable")
+    ),
+}
+STATIC_SHARED = 1024  # bytes that a kernel may declare beside what the launcher asks for
+
+
+def configurations(source: str, family: Family) -> list[Configuration]:
+    """From the table above, or from `configurations(family_name)` of the module named like the source."""
+    if source in LISTS:
+        return LISTS[source](family)
+    module = importlib.import_module(f"comet_cuda.{Path(source).stem}")
+    assert hasattr(module, "configurations"), f"{source}: {module.__name__} must list its configurations(family)"
+    return list(module.configurations(family.name))
+
+
+def compile_all(work: list[tuple[str, Configuration]]) -> list[tuple[str, Configuration, str, Resources]]:
+    def one(item: tuple[str, Configuration]) -> list[tuple[str, Configuration, str, Resources]]:
+        arch, configuration = item
+        reports = configuration.compile(arch).resources
+        assert reports, f"{configuration.source_name}: the compiler reported no kernel"
+        return [(arch, configuration, entry, resources) for entry, resources in reports.items()]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [row for rows in pool.map(one, work) for row in rows]
+
+
+def check(rows: list[tuple[str, Configuration, str, Resources]], limit: int) -> None:
+    for arch, configuration, entry, resources in rows:
+        name = f"{entry} for {arch} with {dict(configuration.defines)}"
+        assert resources.spill_bytes == 0, f"{name} spills {resources.spill_bytes} bytes"
+        assert 0 < resources.registers <= 255, name
+        used = configuration.shared_bytes + resources.static_shared_bytes
+        assert used <= limit, f"{name} takes {used} bytes of shared memory, the chip has {limit}"
+        assert resources.static_shared_bytes <= STATIC_SHARED, name
+
+
+def work_of(capability: tuple[int, int], every: int) -> list[tuple[str, Configuration]]:
+    family = next(f for f in FAMILIES if capability in f.capabilities)
+    arch = arch_of(capability)
+    found = []
+    for source in sorted(path.name for path in SOURCES.glob("*.cu")):
+        found += [(arch, c) for c in configurations(source, family)[::every]]
+    return found
+
+
+def limit_of(capability: tuple[int, int]) -> int:
+    return next(f for f in FAMILIES if capability in f.capabilities).shared_kilobytes[capability] * 1024
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=arch_of)
+def test_a_sample_compiles(capability: tuple[int, int]) -> None:
+    check(compile_all(work_of(capability, every=37)), limit_of(capability))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=arch_of)
+def test_everything_compiles(capability: tuple[int, int]) -> None:
+    rows = compile_all(work_of(capability, every=1))
+    print(f"\n{'architecture':13}{'kernel':18}{'registers':>10}{'stack':>7}{'shared':>8}  definitions")
+    for arch, configuration, entry, resources in rows:
+        shared = configuration.shared_bytes + resources.static_shared_bytes
+        defines = " ".join(f"{name}={value}" for name, value in configuration.defines.items())
+        print(f"{arch:13}{entry:18}{resources.registers:10}{resources.stack_bytes:7}{shared:8}  {defines}")
+    check(rows, limit_of(capability))
+
+
+@pytest.mark.parametrize(("capability", "portable"), [((8, 0), False), ((8, 6), False), ((8, 9), False)])
+def test_int4_blocks_use_int4_tensor_cores(capability: tuple[int, int], portable: bool, tmp_path: Path) -> None:
+    """The SASS of the sm_80 GEMM: native INT4 products, and at most three conversion instructions for eight values."""
+    code = sass(arch_of(capability), 64, portable, tmp_path)
+    int4 = len(re.findall(r"\bIMMA\.16864\.U4\.S4\b", code))
+    int8 = len(re.findall(r"\bIMMA\.16832\.U8\.S8\b", code))
+    # a warp's 2 m16 tiles x 4 n8 tiles: two steps of 64 channels, or four of 32
+    assert (int4, int8) == (2 * 4 * 2, 2 * 4 * 4)
+    words = 2 * 2 * 4  # of eight nibbles, that a lane widens for an INT8 block
+    masks = len(re.findall(r"\bLOP3\.LUT \S+ \S+ 0xf0f0f0f,", code))
+    assert 0 < masks <= 2 * words  # one mask a register of four values; the high one shifts first
+
+
+def test_the_portable_path_uses_int8_tensor_cores_only(tmp_path: Path) -> None:
+    code = sass("sm_120", 64, True, tmp_path)
+    assert "IMMA.16864" not in code
+    assert len(re.findall(r"\bIMMA\.16832\.U8\.S8\b", code)) == 2 * 4 * 4
+
+
+def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
+    import subprocess
+
+    import torch
+
+    from comet_cuda.w4ax_gemm_sm80 import SOURCE, kernel_defines
+
+    nvidia = pytest.importorskip("nvidia", reason="needs pip install nvidia-cuda-nvdisasm")
+    tools = [tool for root in nvidia.__path__ for tool in Path(root).glob("*/bin/nvdisasm")]
+    if not tools:
+        pytest.skip("needs pip install nvidia-cuda-nvdisasm")
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(Configuration(SOURCE, kernel_defines(tokens, True, torch.bfloat16, portable)).compile(arch).code)
+    return subprocess.run([str(tools[0]), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout

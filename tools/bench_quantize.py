@@ -1,0 +1,158 @@
+"""Time quantize_act on a GPU, cold and in a graph, and write one record a case.
+
+    python tools/bench_quantize.py --out results/measured/quantize_h200.jsonl
+
+Every case is first compared with the reference (integers equal; fused forms as the tests demand). The baseline is a
+device copy that moves the same number of bytes; the bound is those bytes at the rate of a copy of 2 GB in the same run.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import num_blocks
+from comet_cuda.quantize_act_cuda import (
+    quantize_act_tiled_gpu,
+    quantize_act_tiled_ref,
+    rms_norm_quantize_gpu,
+    rms_norm_quantize_ref,
+    silu_mul_quantize_gpu,
+    silu_mul_quantize_ref,
+)
+from comet_cuda.timing import copies_for_cold_l2, median_microseconds
+from comet_cuda.weight_layout import untile_activations_sm90
+
+SHAPES = [
+    (1, 4096), (16, 4096), (64, 4096), (256, 4096), (1024, 4096), (4096, 4096), (2048, 8192), (4096, 8192),
+    (8192, 8192), (64, 11008), (4096, 11008), (4096, 14336), (1, 28672), (2048, 28672),
+]  # fmt: skip
+FUSED_SHAPES = [(1, 4096), (64, 4096), (4096, 4096), (2048, 8192)]
+INT4_SHARE = 0.84
+SEED = 0
+
+
+class Case:
+    """One shape and variant: inputs, the kernel, its reference and the bytes that it must move."""
+
+    def __init__(self, m: int, k: int, variant: str, copies: int = 1) -> None:
+        blocks = num_blocks(k)
+        self.m, self.k, self.variant = m, k, variant
+        self.bits = torch.full((blocks,), 4, dtype=torch.uint8)
+        self.bits[: round((1 - INT4_SHARE) * blocks)] = 8
+        self.bits = self.bits.cuda()
+        self.clip = torch.full((blocks,), 0.9, device="cuda")
+        self.perm = None if variant == "no gather" else torch.randperm(k, device="cuda").to(torch.int32)
+        self.hadamard = variant != "no hadamard"
+        width = 2 * k if variant == "silu_mul" else k
+        self.inputs = [torch.randn(m, width, device="cuda").bfloat16() for _ in range(copies)]
+        self.residual = torch.randn(m, k, device="cuda").bfloat16() if variant == "rms_norm" else None
+        self.weight = torch.rand(k, device="cuda").bfloat16()
+        elements = {"rms_norm": 3, "silu_mul": 2}.get(variant, 1)  # 16-bit ones read or written for each code
+        self.bytes = m * k * (2 * elements + 1) + m * blocks * 8 + (0 if self.perm is None else 4 * k)
+
+    def call(self, kernel: bool, x: Tensor) -> tuple[Tensor, ...]:
+        common = (self.perm, self.bits, self.clip, self.hadamard)
+        if self.variant == "rms_norm":
+            norm = rms_norm_quantize_gpu if kernel else rms_norm_quantize_ref
+            return norm(x, self.residual, self.weight, 1e-5, *common)
+        if self.variant == "silu_mul":
+            return (silu_mul_quantize_gpu if kernel else silu_mul_quantize_ref)(x, *common)
+        return (quantize_act_tiled_gpu if kernel else quantize_act_tiled_ref)(x, *common)
+
+    def check(self) -> None:
+        got, expected = self.call(True, self.inputs[0]), self.call(False, self.inputs[0])
+        codes = [untile_activations_sm90(each[0], each[1], self.m, self.bits)[0].int() for each in (got, expected)]
+        off = (codes[0] - codes[1]).abs()
+        if self.variant in ("rms_norm", "silu_mul"):
+            assert off.max() <= 1 and (off > 0).float().mean() <= 1e-4 + 4 / off.numel()
+        else:
+            assert not off.any() and torch.equal(got[1], expected[1])
+
+
+def time_case(m: int, k: int, variant: str) -> tuple[Case, float]:
+    case = Case(m, k, variant)
+    case.check()
+    case = Case(m, k, variant, copies_for_cold_l2(case.bytes))
+
+    def launch(x: Tensor) -> Callable[[], Any]:
+        return lambda: case.call(True, x)
+
+    return case, median_microseconds([launch(x) for x in case.inputs])
+
+
+def time_copy(size: int) -> float:
+    """Microseconds of a device copy that reads and writes `size` bytes in total."""
+    half = max(size // 2, 1)
+    buffers = [torch.randint(0, 255, (half,), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    buffers += [torch.empty_like(buffers[0]) for _ in range(copies_for_cold_l2(size))]
+
+    def launch(i: int) -> Callable[[], Any]:
+        return lambda: buffers[i].copy_(buffers[i - 1])
+
+    return median_microseconds([launch(i) for i in range(1, len(buffers))])
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="records are appended to this file")
+    parser.add_argument("--git-sha", default="", help="commit of the code, where there is no git")
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    provenance = {
+        "command": f"python tools/bench_quantize.py --out {args.out.name}",
+        "git_sha": args.git_sha or output_of("git", "rev-parse", "HEAD"),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "seed": SEED,
+    }
+    rate = (2 << 30) / time_copy(2 << 30)  # bytes a microsecond
+    print(f"copy of 2 GB: {rate / 1e6:.2f} TB/s")
+    cases = [(m, k, variant) for m, k in SHAPES for variant in ("", "no hadamard", "no gather")]
+    cases += [(m, k, variant) for m, k in FUSED_SHAPES for variant in ("rms_norm", "silu_mul")]
+    with args.out.open("a") as out:
+        for m, k, variant in cases:
+            case, us = time_case(m, k, variant)
+            copy = time_copy(case.bytes)
+            major, minor = torch.cuda.get_device_capability()
+            record = {
+                "kind": "bench",
+                "op": variant + "_quantize" if variant in ("rms_norm", "silu_mul") else "quantize_act_tiled",
+                "arch": f"sm_{major}{minor}",
+                "path": "quantize_act, sm_90 layout, bf16, gather and Hadamard",
+                "m": m,
+                "n": None,
+                "k": k,
+                "int4_fraction": INT4_SHARE,
+                "weight_symmetry": None,
+                "ablation": variant if variant.startswith("no ") else None,
+                "includes_quantize": True,
+                "median_us": round(us, 3),
+                "baseline": "device copy of the same bytes",
+                "baseline_us": round(copy, 3),
+                "speedup": round(copy / us, 4),
+                "bound_fraction": round(case.bytes / rate / us, 4),
+                "bytes": case.bytes,
+                "provenance": provenance | {"utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")},
+            }
+            out.write(json.dumps(record) + "\n")
+            speed = f"{us:8.2f} us {case.bytes / us / 1e6:5.2f} TB/s, copy {copy:8.2f} us"
+            print(f"M={m:5} K={k:5} {variant or 'all':12} {speed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
