@@ -9,6 +9,7 @@ knows a model family by name. Three facts are found by running the model's own c
     the producer and columns of the consumer are permuted alike.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ def build_empty(config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
     """The model of `config` with parameters on the meta device, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    with _parameters_on_meta():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    with _parameters_on_meta():  # a copy of the config, because transformers writes its choices into it
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
     return model.eval()
 
 

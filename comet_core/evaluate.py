@@ -5,6 +5,7 @@ each window, given those before it. The KV cache's 4-bit form acts inside attent
 number although no cache is filled.
 """
 
+import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from comet_core.recipe import KVCacheSpec
 from comet_cuda.errors import CometError
 
 LOGIT_ROWS = 512  # token rows whose logits are held in float32 at once
+TOKENS_A_STEP = {"cpu": 2048, "cuda": 16384}  # that go through a model at once; a longer window goes alone
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,11 @@ def _tokenizer(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def score_window(model: nn.Module, base: nn.Module | None, tokens: Tensor, scores: Scores) -> None:
-    """Add one window, int64 [1, L], to `scores`."""
+def score_windows(model: nn.Module, base: nn.Module | None, tokens: Tensor, scores: Scores) -> None:
+    """Add windows, int64 [batch, L], to `scores`."""
     hidden = _final_hidden(model, tokens)
     base_hidden = _final_hidden(base, tokens) if base is not None else None
-    targets = tokens[0, 1:]
+    targets = tokens[:, 1:].flatten()
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, min(start + LOGIT_ROWS, len(targets)))
         log_p = _log_probabilities(model, hidden[rows])
@@ -121,11 +123,12 @@ def score_window(model: nn.Module, base: nn.Module | None, tokens: Tensor, score
 
 
 def _final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What enters lm_head, [L, D]: captured by a hook, so that logits never exist for a whole window."""
+    """What enters lm_head before each token but the first, [batch * (L - 1), D]: captured by a hook, so that logits
+    never exist for whole windows."""
     seen: list[Tensor] = []
 
     def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0][0])
+        seen.append(args[0][:, :-1].flatten(0, 1))
         raise _Seen
 
     handle = model.get_output_embeddings().register_forward_pre_hook(see)  # type: ignore[operator]
@@ -190,9 +193,9 @@ def evaluate_perplexity(
         base = _load_base(subject, device, compute, progress)
     scores = Scores()
     with progress.task("evaluate", len(tokens)) as task:
-        for window in tokens:
-            score_window(subject.model, base, window[None].to(device), scores)
-            task.advance()
+        for batch in tokens.split(max(1, TOKENS_A_STEP.get(device, TOKENS_A_STEP["cpu"]) // seq_len)):
+            score_windows(subject.model, base, batch.to(device), scores)
+            task.advance(len(batch))
     protocol = _protocol(corpus, subject, tokens, windows, compute)
     shared = {
         "kind": "eval",
@@ -278,6 +281,11 @@ def _protocol(
     }
 
 
+def cache_argument(model: nn.Module) -> str:
+    """What this version of transformers calls the KV cache argument of a model's forward (5.24 renamed it)."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 @torch.no_grad()
 def continue_prompt(model_spec: str | Path, prompt: str, tokens: int, device: str = "auto", dtype: str = "auto") -> str:
     """Greedy continuation of a prompt by at most `tokens` tokens, without the prompt itself."""
@@ -293,7 +301,7 @@ def continue_prompt(model_spec: str | Path, prompt: str, tokens: int, device: st
         attention_mask=inputs["attention_mask"],
         max_new_tokens=tokens,
         do_sample=False,
-        past_key_values=DynamicCache(),  # keeps every key, as pages of a 4-bit cache need
+        **{cache_argument(subject.model): DynamicCache()},  # keeps every key, as pages of a 4-bit cache need
     )
     text: str = subject.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text

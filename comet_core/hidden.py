@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TOKENS_A_STEP = 4096  # tokens that go through a layer at once; windows longer than this go one by one
+TOKENS_A_STEP = {"cpu": 4096, "cuda": 32768}  # that go through a layer at once; longer windows go one by one
 DEFAULT_LIMIT = 8 << 30  # bytes; over this the hidden states live in a temporary file
 
 
@@ -30,7 +30,7 @@ class HiddenStates:
     ) -> None:
         windows, length, width = shape
         self.device = device
-        self.step = max(1, TOKENS_A_STEP // length)
+        self.step = max(1, TOKENS_A_STEP.get(device.type, 4096) // length)
         count = windows * length * width
         self.spilled = count * dtype.itemsize > limit
         if self.spilled:

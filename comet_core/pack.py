@@ -45,7 +45,7 @@ from comet_core.packed import (
 from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
 from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
-from comet_core.quantize_group import Windows, quantize_group
+from comet_core.quantize_group import Windows, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest, recipe_to_dict
 from comet_cuda.errors import CometError
 
@@ -178,6 +178,8 @@ class _Job:
         for item in self.calibration.groups:
             by_layer.setdefault(item.layer, []).append(item)
         last_missing = max((i for i in range(self.count - 1) if not self._shard(i).exists()), default=-1)
+        if not any(needs_windows(self.recipe.for_linear(name).weights) for name in self._quantized_names()):
+            last_missing = -1  # the windows need not pass through any layer
         with self.progress.task("pack", self.count) as task:
             for index in range(self.count - 1):
                 layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
@@ -185,7 +187,7 @@ class _Job:
                     layer = self._reload_layer(index, needed=index <= last_missing)
                 else:
                     layer = self._pack_layer(index, by_layer[index], Windows(hidden, layer_calls, len(tokens)))
-                if index <= last_missing:
+                if index < self.count - 2 and index <= last_missing:  # nobody reads what leaves the last layer
                     for start, stop in hidden.ranges():
                         hidden.write(start, stop, run_layer(layer, hidden.read(start, stop), layer_calls[stop - start]))
                 self.decoder.release_layer(index)
@@ -196,6 +198,10 @@ class _Job:
                 self._pack_non_layers()
             task.advance()
         return self._finish()
+
+    def _quantized_names(self) -> list[str]:
+        prefix = self.decoder.layer_prefix
+        return [f"{prefix}.{item.layer}.{name}" for item in self.calibration.groups for name in item.quantized]
 
     def _shard(self, index: int) -> Path:
         return self.out / shard_name(index, self.count)

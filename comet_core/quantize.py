@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comet_core.plan import BlockPlan
 from comet_core.recipe import WeightSpec
-from comet_cuda.affine import BLOCK, code_max, symmetric_qmax
+from comet_cuda.affine import BLOCK, code_max, split_blocks, symmetric_qmax
 from comet_cuda.int4 import SYMMETRIC_ZERO, pack_nibbles
 from comet_cuda.quantize_act import hadamard_blocks, to_blocks
 from comet_cuda.w4ax_gemm import weight_integers
@@ -65,9 +65,12 @@ class Grid:
 def to_storage(weight: Tensor, plan: BlockPlan) -> Tensor:
     """float [N, K] -> f32 [N, NB, 128]: permuted, padded, INT4 blocks rotated like the activations they will meet."""
     blocks = to_blocks(weight, plan.perm).float()
-    if plan.hadamard:
-        blocks = torch.where((plan.block_bits == 4)[None, :, None], hadamard_blocks(blocks), blocks)
-    return blocks
+    return rotate_int4(blocks, plan.block_bits) if plan.hadamard else blocks
+
+
+def rotate_int4(blocks: Tensor, block_bits: Tensor) -> Tensor:
+    """f32 [N, NB, 128] -> the same with INT4 blocks rotated by the orthonormal Hadamard transform."""
+    return torch.where((block_bits == 4)[None, :, None], hadamard_blocks(blocks), blocks)
 
 
 def _grid(w: Tensor, shrink: float, bits: int, symmetric: bool) -> Grid:
@@ -192,16 +195,29 @@ def output_error(w: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> floa
 
 
 class Hessian:
-    """Accumulates sum of weight_t x_t x_t^T over token rows in storage order."""
+    """Accumulates sum of weight_t x_t x_t^T over token rows, permuted and padded but not yet rotated."""
 
     def __init__(self, columns: int, token_weighting: str, device: torch.device) -> None:
         self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self._weighting = TOKEN_WEIGHTS[token_weighting]
 
+    @classmethod
+    def identity(cls, columns: int, device: torch.device) -> "Hessian":
+        """All columns matter alike: what rounding without data works with."""
+        hessian = cls(columns, "none", device)
+        hessian.matrix.fill_diagonal_(1.0)
+        return hessian
+
     def add(self, x: Tensor) -> None:
         """x: f32 [T, NB * 128]."""
         scaled = x * self._weighting(x)[:, None]
         self.matrix.addmm_(scaled.T, scaled)
+
+    def rotate(self, plan: BlockPlan) -> None:
+        """R H R^T with the plan's rotation R: cheaper once on the sum than on every row."""
+        if plan.hadamard:
+            for _ in range(2):  # rows of the transpose are columns
+                self.matrix = rotate_int4(split_blocks(self.matrix), plan.block_bits).flatten(1).T.contiguous()
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

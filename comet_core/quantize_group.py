@@ -17,6 +17,7 @@ from comet_core.plan import BlockPlan
 from comet_core.quantize import Hessian, QuantizedWeight, output_error, quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK
+from comet_cuda.quantize_act import to_blocks
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ def quantize_group(
         the weights by name, and one note per linear: method, relative output errors, damping, warning.
     """
     linears = layer_linears(layer)
-    train, held_out = _hessians(layer, names[0], plan, spec, windows)
+    if needs_windows(spec):
+        train, held_out = _hessians(layer, names[0], plan, spec, windows)
+    else:
+        train, held_out = Hessian.identity(BLOCK * len(plan.block_bits), plan.block_bits.device), None
     stored = {name: to_storage(linears[name].weight, plan) for name in names}
     result = {name: quantize_rtn(stored[name], train.matrix.diagonal(), spec) for name in names}
     parts: list[QuantizedWeight | None] = [None] * len(names)
@@ -70,6 +74,11 @@ def quantize_group(
     return result, notes
 
 
+def needs_windows(spec: WeightSpec) -> bool:
+    """Whether quantizing by `spec` looks at the inputs at all; plain rounding does not."""
+    return spec.method == "gptq" or spec.clip_search
+
+
 def _hessians(
     layer: nn.Module, name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows
 ) -> tuple[Hessian, Hessian | None]:
@@ -83,7 +92,7 @@ def _hessians(
 
     def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         for offset, x in enumerate(args[0]):
-            rows = to_storage(x.reshape(-1, x.shape[-1]), plan).flatten(1)
+            rows = to_blocks(x.reshape(-1, x.shape[-1]), plan.perm).float().flatten(1)
             to_judge = held_out is not None and (first + offset) % every == every - 1
             (held_out if to_judge and held_out is not None else train).add(rows)
         raise StopForward
@@ -98,6 +107,9 @@ def _hessians(
                 continue
     finally:
         handle.remove()
+    for hessian in (train, held_out):
+        if hessian is not None:
+            hessian.rotate(plan)
     return train, held_out
 
 

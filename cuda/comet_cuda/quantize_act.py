@@ -24,7 +24,10 @@ def hadamard_blocks(x: Tensor) -> Tensor:
     for stage in range(7):
         pairs = x.reshape(*x.shape[:-1], BLOCK >> (stage + 1), 2, 1 << stage)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        result = torch.empty_like(pairs)
+        torch.add(low, high, out=result[..., 0, :])
+        torch.sub(low, high, out=result[..., 1, :])
+        x = result.view(x.shape)
     return x * HADAMARD_NORM
 
 

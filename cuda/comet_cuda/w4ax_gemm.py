@@ -56,7 +56,7 @@ def w4ax_gemm_ref(
     y = torch.zeros(qx.shape[0], w.shape[0], dtype=torch.float32, device=qx.device)
     for b in range(w.shape[1]):
         dot = qx[:, b].float() @ w[:, b].T  # exact integers
-        y += dot * (sx[:, b, None] * w_scale[None, :, b].float())
+        y.addcmul_(dot.mul_(sx[:, b, None]), w_scale[None, :, b].float())
     if bias is not None:
         y += bias.float()
     return y.to(out_dtype)
