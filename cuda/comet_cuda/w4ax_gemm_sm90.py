@@ -25,10 +25,12 @@ from comet_cuda.weight_layout import (
     META_FLOATS,
     ROW_TILE,
     record_bytes,
+    TERM_BLOCKS,
     tile_weight_sm90,
     token_atoms,
     untile_activations_sm90,
     untile_weight_sm90,
+    zero_terms_sm90,
 )
 
 SOURCE = "w4ax_gemm_sm90.cu"
@@ -46,11 +48,14 @@ class Tiles:
     """One compiled variant of the kernel and how its tiles are dealt."""
 
     tokens: int  # n of wgmma: 8, 16, 24 or a multiple of 16 up to 192
-    row_wgs: int = 2  # consumer warpgroups, 64 rows each
+    row_wgs: int = 2  # consumer warpgroups
+    row_tiles: int = 1  # of 64 rows, a warpgroup: 2 share what they read of the activations
     cluster: int = 1  # ctas that share activations by multicast
     stages: int = 6
     ctas_per_sm: int = 1
-    ordered: int = 0  # 1: warpgroups take turns at the tensor cores
+    batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
+    flight: int = 2  # products of a warpgroup under way at once
+    zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
 
@@ -60,21 +65,26 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What the register file leaves each consumer thread, in steps of 8."""
-        launched = 65536 // self.ctas_per_sm // self.threads // 8 * 8
-        return min(240, (launched * (self.row_wgs + 1) - self.producer_registers) // self.row_wgs // 8 * 8)
+        """What the register file leaves each consumer thread, in steps of 8, when producers take at least 32."""
+        return min(240, (self._registers_per_lane - 32) // self.row_wgs // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
-        return 40
+        return min(64, self._registers_per_lane - self.row_wgs * self.consumer_registers)
+
+    @property
+    def _registers_per_lane(self) -> int:
+        """Registers that one thread of every warpgroup takes together, as the kernel is launched."""
+        return 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
 
     def stage_bytes(self, has_zero: bool) -> int:
-        size = self.tokens * (BLOCK + 8) + self.row_wgs * record_bytes(has_zero)
+        size = self.tokens * (BLOCK + 8) + self.row_wgs * self.row_tiles * record_bytes(has_zero)
         return -(-size // 1024) * 1024
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        return self.stage_bytes(has_zero) * self.stages + 1024 + 16 * self.stages
+        terms = 2 * self.tokens * BLOCK if self.zero_product else 0
+        return self.stage_bytes(has_zero) * self.stages + terms + 1024 + 16 * (self.stages + 2)
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
         """Preprocessor definitions of w4ax_gemm_sm90.cu."""
@@ -84,7 +94,10 @@ class Tiles:
             "CLUSTER": self.cluster,
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
-            "ORDERED": self.ordered,
+            "ROW_TILES": self.row_tiles,
+            "BATCH": self.batch,
+            "FLIGHT": self.flight,
+            "ZERO_PRODUCT": self.zero_product,
             "ZERO": int(has_zero),
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,
@@ -112,6 +125,7 @@ class TiledWeight:
     """A linear layer's weights in the kernel's layout."""
 
     records: Tensor  # uint8 [R, NB, 4224 or 4288]
+    zero_terms: Tensor  # bf16 [R, ceil(NB / 32), 4, 128, 8]
     rows: int  # N
     int8_mask: tuple[int, ...]  # 32-bit words, bit b % 32 of word b // 32: block b holds INT8 activations
 
@@ -136,7 +150,7 @@ def prepare_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None,
     records = tile_weight_sm90(qweight, w_scale, w_zero, block_bits)
     if records.is_cuda:
         _workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
-    return TiledWeight(records, w_scale.shape[0], int8_mask_words(block_bits))
+    return TiledWeight(records, zero_terms_sm90(w_scale, w_zero), w_scale.shape[0], int8_mask_words(block_bits))
 
 
 @functools.cache
@@ -155,7 +169,7 @@ def choose_tiles(tokens: int, rows: int, blocks: int) -> Tiles:
 
 def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) -> Plan:
     """Deal the output tiles to clusters; see comet/tile_schedule.cuh."""
-    row_groups = -(-rows // (ROW_TILE * tiles.row_wgs * tiles.cluster))
+    row_groups = -(-rows // (ROW_TILE * tiles.row_wgs * tiles.row_tiles * tiles.cluster))
     count = row_groups * -(-tokens // tiles.tokens)
     clusters = (sm_count if tiles.cluster < 4 else sm_count // 4 * 4 - 4) // tiles.cluster
     waves, rest = divmod(count, clusters)
@@ -166,7 +180,7 @@ def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) 
         clusters = min(clusters, stream_tiles * blocks)
     ctas = clusters * tiles.cluster
     groups = ctas * tiles.row_wgs
-    return Plan(tiles, ctas, stream_tiles, groups * ROW_TILE * tiles.tokens if stream_tiles else 0, groups)
+    return Plan(tiles, ctas, stream_tiles, groups * tiles.row_tiles * ROW_TILE * tiles.tokens if stream_tiles else 0, groups)
 
 
 class Workspace:
@@ -212,7 +226,14 @@ def _mask_bytes(words: tuple[int, ...]) -> bytes:
 
 
 def check_operands(
-    x_codes: Tensor, x_meta: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, rows: int, mask: Sequence[int]
+    x_codes: Tensor,
+    x_meta: Tensor,
+    weight: Tensor,
+    zero_terms: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    mask: Sequence[int],
 ) -> None:
     """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
     blocks = weight.shape[1]
@@ -221,6 +242,7 @@ def check_operands(
         "x_codes": (x_codes, torch.uint8, (blocks, atoms, ATOM_BYTES)),
         "x_meta": (x_meta, torch.float32, (blocks, atoms, META_FLOATS)),
         "weight": (weight, torch.uint8, (tiles, blocks, weight.shape[2])),
+        "zero_terms": (zero_terms, torch.bfloat16, (tiles, -(-blocks // TERM_BLOCKS), 4, 128, 8)),
     }
     if bias is not None:
         expected["bias"] = (bias, bias.dtype, (rows,))
@@ -240,6 +262,7 @@ def launch(
     x_codes: Tensor,
     x_meta: Tensor,
     weight: Tensor,
+    zero_terms: Tensor,
     bias: Tensor | None,
     tokens: int,
     rows: int,
@@ -249,7 +272,7 @@ def launch(
     pdl: bool = True,
 ) -> Tensor:
     """The CUDA implementation of `w4ax_gemm_tiled`; `tiles` overrides the table (tuning)."""
-    check_operands(x_codes, x_meta, weight, bias, tokens, rows, int8_mask)
+    check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, int8_mask)
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
     y = torch.empty(tokens, rows, dtype=out_dtype, device=weight.device)
@@ -268,6 +291,7 @@ def launch(
         plan.tiles.threads,
         (
             weight,
+            zero_terms,
             x_codes,
             x_meta,
             bias,
@@ -291,6 +315,7 @@ def w4ax_gemm_tiled_ref(
     x_codes: Tensor,
     x_meta: Tensor,
     weight: Tensor,
+    zero_terms: Tensor,
     bias: Tensor | None,
     tokens: int,
     rows: int,
@@ -301,7 +326,7 @@ def w4ax_gemm_tiled_ref(
 
     Args:
         x_codes: uint8 [NB, A, 1024], x_meta: float32 [NB, A, 16]: tiled activations (weight_layout.py).
-        weight: uint8 [R, NB, 4224 or 4288]: `TiledWeight.records`.
+        weight: uint8 [R, NB, 4224 or 4288]: `TiledWeight.records`; zero_terms: `TiledWeight.zero_terms`.
         bias: float [N] or None.
         tokens: M; rows: N; int8_mask: `TiledWeight.int8_mask`.
         out_dtype: bfloat16, float16 or float32.
@@ -309,7 +334,7 @@ def w4ax_gemm_tiled_ref(
     Returns:
         out_dtype [M, N].
     """
-    check_operands(x_codes, x_meta, weight, bias, tokens, rows, int8_mask)
+    check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, int8_mask)
     bits = torch.tensor([8 if int8_mask[b // 32] >> (b % 32) & 1 else 4 for b in range(weight.shape[1])])
     codes, scale, _ = untile_activations_sm90(x_codes, x_meta, tokens, bits)
     qweight, w_scale, w_zero = untile_weight_sm90(weight, rows, bits)
@@ -320,6 +345,7 @@ def _fake(
     x_codes: Tensor,
     x_meta: Tensor,
     weight: Tensor,
+    zero_terms: Tensor,
     bias: Tensor | None,
     tokens: int,
     rows: int,
@@ -330,8 +356,8 @@ def _fake(
 
 
 define_op(
-    "w4ax_gemm_tiled(Tensor x_codes, Tensor x_meta, Tensor weight, Tensor? bias, SymInt tokens, SymInt rows,"
-    " int[] int8_mask, ScalarType out_dtype) -> Tensor",
+    "w4ax_gemm_tiled(Tensor x_codes, Tensor x_meta, Tensor weight, Tensor zero_terms, Tensor? bias,"
+    " SymInt tokens, SymInt rows, int[] int8_mask, ScalarType out_dtype) -> Tensor",
     w4ax_gemm_tiled_ref,
     _fake,
 )
@@ -348,6 +374,6 @@ def w4ax_gemm_tiled(
 ) -> Tensor:
     """The op behind `w4ax_gemm_tiled_ref`, with the weight as one object."""
     y: Tensor = torch.ops.comet.w4ax_gemm_tiled(
-        x_codes, x_meta, weight.records, bias, tokens, weight.rows, weight.int8_mask, out_dtype
+        x_codes, x_meta, weight.records, weight.zero_terms, bias, tokens, weight.rows, weight.int8_mask, out_dtype
     )
     return y

@@ -20,6 +20,9 @@ So a tile of n tokens of one block is n * 128 contiguous bytes of codes and n * 
   registers of the A fragment by mask and shift: the low nibbles row g, the high nibbles row g + 8.
 - Within 16 rows, fragment row g (0..7) is row 4 * (g // 2) + g % 2 and fragment row g + 8 is two rows further, so that
   a thread ends with four consecutive outputs and stores them with one instruction.
+- `zero_terms` bf16 [R, ceil(NB / 32), 4, 128, 8]: -zero * scale of 32 blocks as the A fragments of two bf16 wgmma of 16
+  blocks each: the high halves of the first 16, their low halves, the same of the next 16 (zero times scale has 12
+  significant bits, so two halves are exact). Large token tiles take the zero points' part from this product.
 - A zero-extended nibble read as e4m3 is code * 2^-9, so the scales of INT4 blocks are stored times 2^9.
 """
 
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
-from comet_cuda.int4 import unpack_nibbles
+from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
 
 ATOM = 8  # tokens in one swizzle atom
 ATOM_BYTES = ATOM * BLOCK
@@ -36,6 +39,7 @@ META_FLOATS = 2 * ATOM  # scale and sum of each token of an atom
 ROW_TILE = 64  # weight rows in one record: the m of wgmma
 NIBBLE_BYTES = ROW_TILE * BLOCK // 2
 SCALE_BYTES = 2 * ROW_TILE
+TERM_BLOCKS = 32  # blocks in one zero-point product
 E4M3_SCALE = 512.0  # 2^9: a zero-extended nibble, read as e4m3, is code * 2^-9
 
 _E4M3_OF_INT4 = tuple(
@@ -167,3 +171,20 @@ def untile_weight_sm90(records: Tensor, rows: int, block_bits: Tensor) -> tuple[
     if size == record_bytes(has_zero=False):
         return qweight, w_scale, None
     return qweight, w_scale, rows_of(records[..., NIBBLE_BYTES + SCALE_BYTES :])
+
+
+def zero_terms_sm90(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
+    """-zero * scale of every row and block, in exact bf16 halves and fragment order: bf16 [R, ceil(NB / 32), 4, 128, 8].
+
+    Args:
+        w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB], or None for symmetric weights.
+    """
+    zero = torch.full_like(w_scale, SYMMETRIC_ZERO, dtype=torch.float32) if w_zero is None else w_zero.float()
+    product = -zero * w_scale.float()
+    rows, blocks = product.shape
+    product = torch.nn.functional.pad(product, (0, -blocks % TERM_BLOCKS, 0, -rows % ROW_TILE))
+    high = product.to(torch.bfloat16)
+    low = (product - high.float()).to(torch.bfloat16)
+    halves = torch.stack((high, low), dim=1)  # [R * 64, 2, NB padded]
+    split = _row_order(halves).unflatten(-1, (-1, 2, 2, 4, 2))  # R, warp, g, half of rows, part, group, 16s, k 8s, t, k
+    return split.permute(0, 5, 6, 4, 1, 2, 8, 7, 3, 9).reshape(split.shape[0], split.shape[5], 4, 128, 8).contiguous()

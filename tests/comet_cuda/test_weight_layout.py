@@ -12,6 +12,7 @@ from comet_cuda.weight_layout import (
     token_atoms,
     untile_activations_sm90,
     untile_weight_sm90,
+    zero_terms_sm90,
 )
 from torch import Tensor
 
@@ -87,6 +88,22 @@ def test_one_weight_lies_where_documented() -> None:
                 pair = (warp * 8 + quad_row) * 2 + half
                 assert stored_scale[pair] == scale[row, 0] * 512
                 assert record[4224 + pair] == zero[row, 0]
+
+
+def test_zero_terms_lie_in_the_fragment_of_bf16_wgmma_and_are_exact() -> None:
+    g = torch.Generator().manual_seed(4)
+    scale = (torch.rand(70, 40, generator=g) + 0.01).to(torch.bfloat16)
+    zero = torch.randint(0, 16, (70, 40), generator=g, dtype=torch.uint8)
+    terms = zero_terms_sm90(scale, zero)
+    assert terms.shape == (2, 2, 4, 128, 8)
+    for row_tile, group, sixteen, thread, register, k in [(0, 0, 0, 0, 0, 0), (0, 0, 1, 77, 3, 1), (1, 0, 1, 4, 1, 0), (0, 1, 0, 126, 2, 1)]:
+        warp, lane = divmod(thread, 32)
+        quad_row, t = divmod(lane, 4)
+        row = 64 * row_tile + warp * 16 + 4 * (quad_row // 2) + quad_row % 2 + 2 * (register % 2)
+        block = 32 * group + 16 * sixteen + 8 * (register // 2) + 2 * t + k
+        want = -zero[row, block].float() * scale[row, block].float() if row < 70 and block < 40 else torch.tensor(0.0)
+        parts = terms[row_tile, group, 2 * sixteen : 2 * sixteen + 2, thread, 2 * register + k].float()
+        assert parts.sum() == want, (row, block)
 
 
 def test_wrong_weight_shape_is_named() -> None:

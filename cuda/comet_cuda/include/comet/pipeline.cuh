@@ -37,18 +37,11 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
         : "memory");
 }
 
-template <bool kCluster>
-__device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) {
+// Wait until the phase with this parity has completed. (The default scope serves clusters too: what is waited for are
+// bulk copies and arrivals, and an acquire at cluster scope would invalidate L1 each time.)
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
     unsigned done;
-    if (kCluster)
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    else
+    do {
         asm volatile(
             "{\n.reg .pred p;\n"
             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -56,14 +49,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned par
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
-    return done != 0;
-}
-
-// Wait until the phase with this parity has completed.
-template <bool kCluster>
-__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
-    while (!mbarrier_try_wait<kCluster>(barrier, parity)) {
-    }
+    } while (!done);
 }
 
 __device__ __forceinline__ unsigned long long l2_evict_first() {
@@ -175,6 +161,19 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned at) {
 __device__ __forceinline__ unsigned load_shared_2(unsigned at) {
     unsigned short v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned y) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
+}
+
+// What this thread has stored to shared memory becomes visible to wgmma and bulk copies.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 load_constant_16(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
 

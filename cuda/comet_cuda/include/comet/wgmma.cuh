@@ -234,8 +234,8 @@ namespace comet {
 #error "INT8 wgmma has n = 8, 16, 24 and multiples of 16"
 #endif
 
+#define COMET_RESULT(x) "+r"(x)
 #define COMET_FLOAT_RESULT(x) "+f"(x)
-#define COMET_INT_RESULT(x) "+r"(x)
 
 // Shared-memory descriptor of B: K-major, 128-byte swizzle, 1,024 bytes from one 8-token atom to the next.
 __device__ __forceinline__ unsigned long long activation_descriptor(unsigned shared) {
@@ -246,52 +246,55 @@ __device__ __forceinline__ unsigned long long activation_descriptor(unsigned sha
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Wait for all wgmma of this warp. The empty statements keep reads of the results behind the wait.
-template <int kCount>
-__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Wait until at most kPending groups of this warp are under way; d's is not among them. The empty statements keep reads
+// of the results behind the wait.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait(unsigned (&d)[TOKENS / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-template <int kCount>
-__device__ __forceinline__ void wgmma_wait(int (&d)[kCount]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
-}
-
-// D = A * B (accumulate = 0) or D += A * B for 32 channels: e4m3 x e4m3 -> f32.
+// D = A * B (accumulate = 0) or D += A * B for 32 channels: u8 x s8 -> s32 or e4m3 x e4m3 -> f32. Both leave their
+// results in the same untyped registers.
+template <bool kInt8>
 __device__ __forceinline__ void wgmma_k32(
-    float (&d)[TOKENS / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    unsigned (&d)[TOKENS / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    if (kInt8)
+        asm volatile(
+            COMET_ACCUMULATE
+            "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k32.s32.u8.s8 {" COMET_NAMES
+            "}, " COMET_OPERANDS ";\n}\n"
+            : COMET_RESULTS(COMET_RESULT)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+    else
+        asm volatile(
+            COMET_ACCUMULATE
+            "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k32.f32.e4m3.e4m3 {" COMET_NAMES
+            "}, " COMET_OPERANDS ", 1, 1;\n}\n"
+            : COMET_RESULTS(COMET_RESULT)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// D += A * B for 16 bf16 values along K.
+__device__ __forceinline__ void wgmma_k16_bf16(float (&d)[TOKENS / 2], const uint4& a, unsigned long long b) {
     asm volatile(
         COMET_ACCUMULATE
-        "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k32.f32.e4m3.e4m3 {" COMET_NAMES
-        "}, " COMET_OPERANDS ", 1, 1;\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k16.f32.bf16.bf16 {" COMET_NAMES
+        "}, " COMET_OPERANDS ", 1, 1, 0;\n}\n"
         : COMET_RESULTS(COMET_FLOAT_RESULT)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-// The same for u8 x s8 -> s32.
-__device__ __forceinline__ void wgmma_k32(
-    int (&d)[TOKENS / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        COMET_ACCUMULATE
-        "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k32.s32.u8.s8 {" COMET_NAMES
-        "}, " COMET_OPERANDS ";\n}\n"
-        : COMET_RESULTS(COMET_INT_RESULT)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(1));
 }
 
 // One block: four k32 steps along the 128 bytes of the swizzled rows, committed as one group.
-template <typename Result>
-__device__ __forceinline__ void wgmma_block(Result (&d)[TOKENS / 2], unsigned (&a)[4][4], unsigned long long b) {
+template <bool kInt8>
+__device__ __forceinline__ void wgmma_block(unsigned (&d)[TOKENS / 2], unsigned (&a)[4][4], unsigned long long b) {
     // Pin A's computation before the fence: one sunk between two wgmma would make the compiler serialize them all.
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma_k32(d, a[step], b + 2 * step, step > 0);
+    for (int step = 0; step < 4; ++step) wgmma_k32<kInt8>(d, a[step], b + 2 * step, step > 0);
     wgmma_commit();
 }
 
