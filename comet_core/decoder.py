@@ -68,8 +68,9 @@ def build_empty(config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
     """The model of `config` with parameters on the meta device, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    with _parameters_on_meta():  # a copy of the config, because transformers writes its choices into it
-        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+    config = copy.deepcopy(config)  # transformers writes its choices into it
+    with _parameters_on_meta():
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     return model.eval()
 
 

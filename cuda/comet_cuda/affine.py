@@ -29,7 +29,7 @@ def num_blocks(channels: int) -> int:
 
 def split_blocks(x: Tensor) -> Tensor:
     """[..., NB * 128] -> [..., NB, 128]."""
-    return x.reshape(*x.shape[:-1], -1, BLOCK)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
 
 
 def choose_minmax_qparams(low: Tensor, high: Tensor, num_bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
