@@ -12,6 +12,8 @@ from comet_cuda.quantize_act_cuda import (
     quantize_act_gpu,
     quantize_act_tiled_gpu,
     quantize_act_tiled_ref,
+)
+from comet_cuda.quantize_fused import (
     rms_norm_quantize_gpu,
     rms_norm_quantize_ref,
     silu_mul_quantize_gpu,
