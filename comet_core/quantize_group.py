@@ -4,8 +4,10 @@ GPTQ fits the Hessian of most windows; the others are held out and judge it: a l
 its output error on them is not lower with GPTQ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +15,15 @@ from torch import Tensor, nn
 
 from comet_core.decoder import Call, StopForward, layer_linears, run_layer
 from comet_core.hidden import HiddenStates
+from comet_core.linear import W4AxLinear
 from comet_core.plan import BlockPlan
 from comet_core.quantize import Hessian, QuantizedWeight, output_error, quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK
 from comet_cuda.quantize_act import to_blocks
+
+
+MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,45 @@ class Windows:
     hidden: HiddenStates
     calls: dict[int, Call]  # by number of windows a step
     count: int
+    outputs: "OutputMemo"
+
+    def run(self, layer: nn.Module, start: int, stop: int) -> Tensor:
+        """Windows [start, stop) through the layer; linears that are packed already do not compute again."""
+        with self.outputs.reading(layer, start):
+            return run_layer(layer, self.hidden.read(start, stop), self.calls[stop - start])
+
+
+class OutputMemo:
+    """Outputs of a layer's packed linears by window range, up to `limit` bytes.
+
+    The windows run through a layer once per group, and linears packed for an earlier group give the same output every
+    time. On a CPU, where the reference computes them, remembering is much cheaper than computing.
+    """
+
+    def __init__(self, limit: int = MEMO_BYTES) -> None:
+        self._room = limit
+        self._kept: dict[tuple[str, int], Tensor] = {}
+
+    @contextmanager
+    def reading(self, layer: nn.Module, start: int) -> Iterator[None]:
+        """While inside, packed linears of `layer` return what they returned before for the range from `start`."""
+        packed = {name: module for name, module in layer.named_modules() if isinstance(module, W4AxLinear)}
+        for name, module in packed.items():
+            module.forward = partial(self._output, (name, start), module.forward)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for module in packed.values():
+                del module.forward
+
+    def _output(self, key: tuple[str, int], compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if key in self._kept:
+            return self._kept[key]
+        y = compute(x)
+        if y.nbytes <= self._room:
+            self._room -= y.nbytes
+            self._kept[key] = y
+        return y
 
 
 def quantize_group(
@@ -102,7 +147,7 @@ def _hessians(
         for start, stop in windows.hidden.ranges():
             first = start
             try:
-                run_layer(layer, windows.hidden.read(start, stop), windows.calls[stop - start])
+                windows.run(layer, start, stop)
             except StopForward:
                 continue
     finally:

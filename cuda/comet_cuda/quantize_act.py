@@ -11,6 +11,7 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK, num_blocks, split_blocks, symmetric_qmax
 from comet_cuda.library import define_op
 
+CPU_ROWS = 512  # rows a CPU quantizes at once
 HADAMARD_NORM = 128**-0.5  # makes the 128-point Hadamard transform orthonormal, so it is its own inverse
 
 
@@ -75,9 +76,19 @@ def _fake(x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hada
     return x.new_empty(rows, blocks, BLOCK, dtype=torch.int8), x.new_empty(rows, blocks, dtype=torch.float32)
 
 
+def _in_cache(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    """The reference, a few rows at a time on a CPU: the passes over a row then stay in its caches."""
+    if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
+        return quantize_act_ref(x, perm, block_bits, clip, hadamard)
+    parts = [quantize_act_ref(rows, perm, block_bits, clip, hadamard) for rows in x.split(CPU_ROWS)]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
 define_op(
     "quantize_act(Tensor x, Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard) -> (Tensor, Tensor)",
-    quantize_act_ref,
+    _in_cache,
     _fake,
 )
 
