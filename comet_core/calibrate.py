@@ -72,7 +72,10 @@ def calibration_tokens(source: ModelSource, recipe: Recipe) -> tuple[Tensor, dic
 def embed_windows(decoder: Decoder, tokens: Tensor, hidden: HiddenStates) -> dict[int, list[Call]]:
     """Fill `hidden` with what enters layer 0 and return the layers' arguments by number of windows a step."""
     calls: dict[int, list[Call]] = {}
-    decoder.load_non_layers()
+    head = decoder.model.get_output_embeddings()  # type: ignore[operator]
+    for name, module in decoder.non_layer_modules():
+        if module is not head:  # as large as the embedding, and nothing here reads it
+            decoder.load(module, name)
     for start, stop in hidden.ranges():
         hidden.write(start, stop, decoder.first_hidden(tokens[start:stop]))
         if stop - start not in calls:

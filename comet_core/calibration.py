@@ -4,6 +4,7 @@ The folder holds `statistics.safetensors` (the token windows; per group the chan
 `calibration.json` (recipe, model, data, groups, outlier report), which is written last and makes it valid.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 
 FORMAT_VERSION = 1
+# What json, pathlib and torch raise on damaged input.
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
 MANIFEST, STATISTICS = "calibration.json", "statistics.safetensors"
 
 
@@ -51,6 +54,15 @@ class Calibration:
     groups: tuple[GroupPlan, ...]
     layer_prefix: str
     int4_mac_fraction: float
+
+    def sha256(self) -> str:
+        """Digest of the tokens and of every plan: two calibrations with equal ones pack into the same bytes."""
+        whole = hashlib.sha256(self.tokens.numpy().tobytes())
+        for item in self.groups:
+            whole.update(f"{item.layer} {item.group} {item.quantized} {item.plan.hadamard}".encode())
+            for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip):
+                whole.update(tensor.numpy().tobytes())
+        return whole.hexdigest()
 
 
 def writable_folder(out: Path) -> Path:
@@ -118,26 +130,36 @@ def load_calibration(folder: Path) -> Calibration:
     if not (folder / MANIFEST).is_file():
         raise CometError(f"{folder}: no {MANIFEST} in this folder, so it holds no finished calibration", redo)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = manifest["format_version"]
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise CometError(
-                f"{folder}: calibration format {version}, this COMET reads {FORMAT_VERSION}", "update COMET, or " + redo
+                f"{folder}: calibration format_version is {version!r}, this COMET reads {FORMAT_VERSION}",
+                "update COMET, or " + redo,
             )
         with safe_open(folder / STATISTICS, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         groups = tuple(_load_group(item, manifest["layer_prefix"], tensors) for item in manifest["groups"])
         return Calibration(
             recipe=recipe_from_dict(manifest["recipe"]),
-            model=manifest["model"],
-            data=manifest["data"],
-            tokens=tensors["tokens"].long(),
+            model={key: str(manifest["model"][key]) for key in ("name", "origin", "note", "digest")},
+            data=dict(manifest["data"]),
+            tokens=_windows(tensors["tokens"]),
             groups=groups,
             layer_prefix=manifest["layer_prefix"],
             int4_mac_fraction=float(manifest["int4_mac_fraction"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except CometError as error:  # of the recipe or the version
+        where = "" if error.message.startswith(str(folder)) else f"{folder / MANIFEST}: "
+        raise CometError(f"{where}{error.message}", error.hint or redo) from error
+    except (*BROKEN, SafetensorError) as error:
         raise CometError(f"{folder}: the calibration is damaged ({type(error).__name__}: {error})", redo) from error
+
+
+def _windows(tokens: Tensor) -> Tensor:
+    if tokens.dtype != torch.int32 or tokens.dim() != 2 or tokens.numel() == 0 or int(tokens.min()) < 0:
+        raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}, not windows of token numbers")
+    return tokens.long()
 
 
 def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> GroupPlan:
@@ -154,10 +176,11 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
         raise ValueError(f"{key}.block_bits must be {blocks} values of 4, 8 or 16")
     if clip.dtype != torch.float32 or clip.shape != (blocks,) or not bool(((clip > 0) & (clip <= 1)).all()):
         raise ValueError(f"{key}.act_clip must be {blocks} values in (0, 1]")
+    absmax = tensors[f"{key}.absmax"]
+    if absmax.dtype != torch.float32 or absmax.shape != perm.shape or not bool((absmax >= 0).all()):
+        raise ValueError(f"{key}.absmax must be {group.in_channels} values from 0 up")
     plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]))
-    return GroupPlan(
-        int(item["layer"]), group, tuple(item["quantized"]), plan, tensors[f"{key}.absmax"], dict(item["report"])
-    )
+    return GroupPlan(int(item["layer"]), group, tuple(item["quantized"]), plan, absmax, dict(item["report"]))
 
 
 def heat_map(calibration: Calibration, png: Path) -> None:

@@ -1,10 +1,13 @@
 """The hidden states between two layers, for all calibration windows: in memory, or in a file over a limit."""
 
+import os
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from comet_cuda.errors import CometError
 
 TOKENS_A_STEP = {"cpu": 4096, "cuda": 32768}  # that go through a layer at once; longer windows go one by one
 DEFAULT_LIMIT = 8 << 30  # bytes; over this the hidden states live in a temporary file
@@ -34,10 +37,7 @@ class HiddenStates:
         count = windows * length * width
         self.spilled = count * dtype.itemsize > limit
         if self.spilled:
-            self._file = tempfile.NamedTemporaryFile(dir=spill_folder, prefix="hidden-", suffix=".tmp")  # noqa: SIM115
-            self._file.truncate(count * dtype.itemsize)
-            flat = torch.from_file(self._file.name, shared=True, size=count, dtype=dtype)
-            self._values = flat.view(windows, length, width)
+            self._values = _spilled(count, dtype, spill_folder).view(windows, length, width)
         else:
             self._values = torch.empty(windows, length, width, dtype=dtype, device=device)
 
@@ -53,3 +53,17 @@ class HiddenStates:
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Replace the hidden states of windows [start, stop)."""
         self._values[start:stop] = values.to(self._values.device)
+
+
+def _spilled(count: int, dtype: torch.dtype, folder: Path | None) -> Tensor:
+    """A tensor [count] in a file that has no name any more when this returns, so that not even a kill leaves it."""
+    size = count * dtype.itemsize
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-", suffix=".tmp") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a bus error later
+        except OSError as error:
+            raise CometError(
+                f"{file.name}: {size / 2**30:.1f} GiB for the hidden states cannot be reserved ({error.strerror})",
+                "free disk space, write to another disk with --out, or use fewer or shorter calibration windows",
+            ) from error
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)

@@ -8,9 +8,8 @@ is a function of bytes on disk, the result has the same bytes.
 """
 
 import json
-import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +19,31 @@ from torch import Tensor, nn
 
 from comet_core.calibrate import embed_windows, resolve_compute
 from comet_core.calibration import Calibration, GroupPlan, load_calibration
-from comet_core.decoder import Decoder, is_tied, layer_linears, permute_rows, run_layer
+from comet_core.decoder import Decoder, is_tied, layer_linears, permute_rows
 from comet_core.hidden import HiddenStates
 from comet_core.kv_cache import attention_name
+from comet_core.ledger import Ledger, PackedInfo
 from comet_core.linear import linear_tensors, replace_linear, unquantized_input
-from comet_core.model_card import model_card
 from comet_core.model_source import ModelSource
 from comet_core.packed import (
     FORMAT_VERSION,
-    INDEX,
     MANIFEST,
+    STARTED,
     LinearEntry,
-    Manifest,
-    manifest_json,
     module_name,
     put_linears,
-    read_shard,
-    shard_name,
     split_linear_tensors,
-    tensor_sha256,
-    write_atomic,
-    write_shard,
 )
 from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
 from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
-from comet_core.quantize_group import Windows, needs_windows, quantize_group
-from comet_core.recipe import Recipe, WeightSpec, digest, recipe_to_dict
+from comet_core.quantize_group import OutputMemo, Windows, needs_windows, quantize_group
+from comet_core.recipe import Recipe, WeightSpec, digest
+from comet_core.shards import INDEX, all_finite, read_shard, shard_name, write_atomic, write_shard
+from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
 
-STARTED = "packing.json"  # what a folder holds while packing is under way
-
-
-@dataclass(frozen=True)
-class PackedInfo:
-    """What `pack` made."""
-
-    folder: Path
-    bytes: int  # of all files
-    linear_bytes: int  # of the packed linears
-    linear_bytes_16bit: int  # of the same linears in 16 bit
-    int4_mac_fraction: float
-    kept_rtn: tuple[str, ...]  # linears where GPTQ was not better on held-out tokens
-    warnings: tuple[str, ...]
+CHUNK = 1 << 20  # values of an embedding that are converted at once
 
 
 @torch.no_grad()
@@ -96,15 +77,20 @@ def pack(
         )
     _check_embedding_bits(source, recipe)
     device, compute = resolve_compute(device, dtype)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out.parent / f".{out.name}.lock", timeout=0)
     try:
-        with FileLock(out.parent / f".{out.name}.lock", timeout=0):
-            job = _Job(source, found, recipe, out, device, compute, progress)
-            return job.run()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout as error:
         raise CometError(
             f"{out}: another command is packing into this folder", "wait for it, or choose --out"
         ) from error
+    except OSError as error:
+        raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another folder with --out") from error
+    try:
+        return _Job(source, found, recipe, out, device, compute, progress).run()
+    finally:
+        lock.release()
 
 
 def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
@@ -156,10 +142,8 @@ class _Job:
         self.progress = progress
         self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention_name(recipe.kv_cache))
         self.count = len(self.decoder.layers) + 1  # shards
-        self.entries: dict[str, LinearEntry] = {}
-        self.notes: list[dict[str, Any]] = []
-        self.sha256: dict[str, str] = {}
-        self.weight_map: dict[str, str] = {}
+        self.ledger = Ledger()
+        self._check_groups()
 
     def run(self) -> PackedInfo:
         """Start or go on, and finish."""
@@ -183,21 +167,42 @@ class _Job:
         with self.progress.task("pack", self.count) as task:
             for index in range(self.count - 1):
                 layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
+                windows = Windows(hidden, layer_calls, len(tokens), OutputMemo())
                 if self._shard(index).exists():
                     layer = self._reload_layer(index, needed=index <= last_missing)
                 else:
-                    layer = self._pack_layer(index, by_layer[index], Windows(hidden, layer_calls, len(tokens)))
+                    layer = self._pack_layer(index, by_layer[index], windows)
                 if index < self.count - 2 and index <= last_missing:  # nobody reads what leaves the last layer
                     for start, stop in hidden.ranges():
-                        hidden.write(start, stop, run_layer(layer, hidden.read(start, stop), layer_calls[stop - start]))
+                        hidden.write(start, stop, windows.run(layer, start, stop))
                 self.decoder.release_layer(index)
                 task.advance()
             if self._shard(self.count - 1).exists():
-                self._record(self.count - 1, *read_shard(self._shard(self.count - 1)))
+                self.ledger.record(self._shard(self.count - 1), *read_shard(self._shard(self.count - 1)))
             else:
                 self._pack_non_layers()
             task.advance()
-        return self._finish()
+        return self.ledger.finish(self.source, self.calibration, self.recipe, self.out)
+
+    def _check_groups(self) -> None:
+        """The calibration's groups must be every linear of every layer of this model, once."""
+        wanted = {
+            (f"{self.decoder.layer_prefix}.{index}.{name}", linear.in_features)
+            for index, layer in enumerate(self.decoder.layers)
+            for name, linear in layer_linears(layer).items()
+        }
+        prefix = self.calibration.layer_prefix
+        given = [
+            (f"{prefix}.{item.layer}.{name}", item.group.in_channels)
+            for item in self.calibration.groups
+            for name in item.group.names
+        ]
+        if len(given) != len(wanted) or set(given) != wanted:
+            name, width = min(set(given) ^ wanted, default=given[0])
+            raise CometError(
+                f"the calibration's groups are not the linears of {self.source.name}: {name} ({width} channels)",
+                "run `comet calibrate` again",
+            )
 
     def _quantized_names(self) -> list[str]:
         prefix = self.decoder.layer_prefix
@@ -212,7 +217,7 @@ class _Job:
             "format_version": FORMAT_VERSION,
             "recipe": digest(self.recipe),
             "model": self.calibration.model["digest"],
-            "calibration": tensor_sha256(self.calibration.tokens),
+            "calibration": self.calibration.sha256(),
             "shards": self.count,
             "dtype": str(self.decoder.dtype),
             "device": self.decoder.device.type,
@@ -221,7 +226,7 @@ class _Job:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             if marker.exists():
-                if json.loads(marker.read_text()) != job:
+                if json.loads(marker.read_text(encoding="utf-8")) != job:
                     raise CometError(
                         f"{self.out}: holds the unfinished packing of another model, recipe or calibration",
                         "remove the folder, or choose another with --out",
@@ -231,7 +236,7 @@ class _Job:
                 return
             if (self.out / MANIFEST).exists():
                 self._clear_finished()
-            elif any(self.out.iterdir()):
+            elif any(file.name != f"{STARTED}.tmp" for file in self.out.iterdir()):
                 raise CometError(
                     f"{self.out}: is not empty and holds no packed model", "choose another folder with --out"
                 )
@@ -244,8 +249,9 @@ class _Job:
             raise CometError(f"{marker}: cannot be understood", "remove the folder and pack again") from error
 
     def _clear_finished(self) -> None:
-        """Remove the files of an earlier finished packing, the ones that make it valid first."""
-        for name in ("config.json", MANIFEST, INDEX):
+        """Remove the files of an earlier finished packing, config.json first, because without it the folder is not
+        whole. The manifest stays until it is replaced: whoever is killed in here finds by it what the folder was."""
+        for name in ("config.json", INDEX):
             (self.out / name).unlink(missing_ok=True)
         for shard in self.out.glob("model-*-of-*.safetensors"):
             shard.unlink()
@@ -253,17 +259,14 @@ class _Job:
     def _reload_layer(self, index: int, *, needed: bool) -> nn.Module:
         """Layer `index` from its finished shard; its weights are put in place only if the windows must pass it."""
         tensors, notes = read_shard(self._shard(index))
-        self._record(index, tensors, notes)
+        self.ledger.record(self._shard(index), tensors, notes)
         layer = self.decoder.layers[index]
         if needed:
             prefix = f"{self.decoder.layer_prefix}.{index}"
-            names = [name for name in self.entries if name.startswith(f"{prefix}.")]
-            put_linears(layer, prefix, split_linear_tensors(tensors, names), self.entries)
-            for name, tensor in tensors.items():
-                owner, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
-                setattr(
-                    layer.get_submodule(owner), leaf, nn.Parameter(tensor.to(self.decoder.dtype), requires_grad=False)
-                )
+            entries = self.ledger.entries
+            names = [name for name in entries if name.startswith(f"{prefix}.")]
+            put_linears(layer, prefix, split_linear_tensors(tensors, names), entries)
+            self._put_sixteen(layer, prefix, tensors)
             layer.to(self.decoder.device)
         return layer
 
@@ -304,11 +307,20 @@ class _Job:
                     )
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
                     replace_linear(layer, name, leaves, plan.hadamard)
-        tensors |= {f"{prefix}.{name}": _sixteen(parameter) for name, parameter in layer.named_parameters()}
+        kept = {f"{prefix}.{name}": _sixteen(parameter) for name, parameter in layer.named_parameters()}
+        self._put_sixteen(layer, prefix, kept)  # go on from what the shard holds, as a later run would
+        tensors |= kept
         shard_notes = {"linears": entries, "layers": notes}
         write_shard(self._shard(index), tensors, shard_notes)
-        self._record(index, tensors, shard_notes)
+        self.ledger.record(self._shard(index), tensors, shard_notes)
         return layer
+
+    def _put_sixteen(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
+        """Set the parameters of a layer that stay unquantized, by full name, in the type of the computation."""
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
+            value = tensor.to(self.decoder.device, self.decoder.dtype)
+            setattr(layer.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
     def _device_plan(self, item: GroupPlan) -> BlockPlan:
         device = self.decoder.device
@@ -328,128 +340,59 @@ class _Job:
         return [(names, spec) for spec, names in sets.items()]
 
     def _pack_non_layers(self) -> None:
-        """Embeddings, final norm and lm_head: 16 bit, or 8 bit where the recipe says so."""
-        decoder, model = self.decoder, self.decoder.model
+        """Embeddings, final norm and lm_head: 16 bit, or 8 bit where the recipe says so. They are read as they are
+        stored and never held in the type of the computation: nothing is larger in a model with a large vocabulary."""
+        model, reader = self.decoder.model, self.source.weights()
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         tied = is_tied(model)
         tensors: dict[str, Tensor] = {}
         entries: dict[str, dict[str, Any]] = {}
-        for name, module in decoder.non_layer_modules():
+        for name, module in self.decoder.non_layer_modules():
             if module is head and tied:
                 continue
-            decoder.load(module, name)
-            own = {f"{name}.{leaf}": _sixteen(value) for leaf, value in module.named_parameters(recurse=False)}
             bits = {id(embedding): self.recipe.embedding_bits, id(head): self.recipe.lm_head_bits}.get(id(module), 16)
-            if bits == 8:
-                matrix = module.get_parameter("weight")
-                weight = _eight_bit(matrix)
-                del own[f"{name}.weight"]
-                own |= {f"{name}.qweight": weight.qweight, f"{name}.w_scale": weight.scale}
+            for leaf, _ in list(module.named_parameters(recurse=False)):
+                stored = reader.load(f"{name}.{leaf}")
+                if not all_finite(stored):
+                    raise CometError(f"{name}.{leaf}: holds NaN or Inf", "the checkpoint is damaged; fetch it again")
+                if bits == 16 or leaf != "weight":
+                    tensors[f"{name}.{leaf}"] = _sixteen(stored)
+                    continue
+                weight = _eight_bit(stored)
+                rows, columns = stored.shape
+                tensors |= {f"{name}.qweight": weight.qweight, f"{name}.w_scale": weight.scale}
                 if module is head:
-                    own |= {f"{name}.{leaf}": value for leaf, value in unquantized_input(matrix.shape[1]).items()}
+                    tensors |= {f"{name}.{key}": value for key, value in unquantized_input(columns).items()}
                 if module is head or tied:
-                    entry = LinearEntry(matrix.shape[1], matrix.shape[0], 8, True, False, True)
-                    entries[module_name(model, head)] = asdict(entry)
-            tensors |= own
-            decoder.unload(module)
+                    entries[module_name(model, head)] = asdict(LinearEntry(columns, rows, 8, True, False, True))
         notes = {"linears": entries, "layers": []}
         write_shard(self._shard(self.count - 1), tensors, notes)
-        self._record(self.count - 1, tensors, notes)
-
-    def _record(self, index: int, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Keep what the manifest needs of a finished shard."""
-        self.entries |= {name: LinearEntry(**entry) for name, entry in notes["linears"].items()}
-        self.notes += notes["layers"]
-        self.sha256 |= {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
-        self.weight_map |= dict.fromkeys(tensors, shard_name(index, self.count))
-        self.sizes = getattr(self, "sizes", {}) | {name: tensor.nbytes for name, tensor in tensors.items()}
-
-    def _finish(self) -> PackedInfo:
-        """Tokenizer, card, index, manifest; config.json last, because it makes the folder whole."""
-        found = self.calibration
-        manifest = Manifest(
-            recipe=self.recipe,
-            recipe_digest=digest(self.recipe),
-            model=found.model
-            | {"spec": str(self.source.folder) if self.source.origin == "folder" else self.source.name},
-            data=found.data,
-            int4_mac_fraction=found.int4_mac_fraction if _is_w4(self.recipe) else 0.0,
-            linears=self.entries,
-            embedding_bits=self.recipe.embedding_bits,
-            layers=self.notes,
-            sha256=self.sha256,
-        )
-        if self.source.folder is not None:
-            for file in sorted(self.source.folder.iterdir()):
-                if file.name in TOKENIZER_FILES:
-                    shutil.copyfile(file, self.out / file.name)
-        index = {
-            "metadata": {"total_size": sum(self.sizes.values())},
-            "weight_map": dict(sorted(self.weight_map.items())),
-        }
-        write_atomic(self.out / INDEX, json.dumps(index, indent=1) + "\n")
-        write_atomic(self.out / "README.md", model_card(manifest))
-        write_atomic(self.out / MANIFEST, manifest_json(manifest, recipe_to_dict(self.recipe)))
-        config = self.source.config.to_dict()
-        config["quantization_config"] = {
-            "quant_method": "comet",
-            "format_version": FORMAT_VERSION,
-            "recipe": self.recipe.name,
-            "recipe_digest": manifest.recipe_digest,
-        }
-        write_atomic(self.out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
-        (self.out / STARTED).unlink(missing_ok=True)
-        inside = f"{self.decoder.layer_prefix}."
-        linears = {name: entry for name, entry in self.entries.items() if name.startswith(inside)}
-        return PackedInfo(
-            folder=self.out,
-            bytes=sum(file.stat().st_size for file in self.out.iterdir() if file.is_file()),
-            linear_bytes=sum(size for name, size in self.sizes.items() if name.rpartition(".")[0] in linears),
-            linear_bytes_16bit=sum(2 * entry.in_features * entry.out_features for entry in linears.values()),
-            int4_mac_fraction=manifest.int4_mac_fraction,
-            kept_rtn=tuple(
-                note["linear"]
-                for note in self.notes
-                if note["method"] == "rtn" and "gptq" in note["relative_output_error"]
-            ),
-            warnings=tuple(f"{note['linear']}: {note['warning']}" for note in self.notes if "warning" in note),
-        )
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
-
-def _is_w4(recipe: Recipe) -> bool:
-    """False for weight schemes that are not 4 bit, where no multiply-add is W4A4 whatever the activations are."""
-    return recipe.weights.bits == 4
+        self.ledger.record(self._shard(self.count - 1), tensors, notes)
 
 
 def _sixteen(parameter: Tensor) -> Tensor:
     """What stays unquantized is stored in bfloat16, or float16 where that holds it exactly and bfloat16 does not."""
     value = parameter.detach()
-    if value.dtype != torch.float32:
+    if value.dtype in (torch.bfloat16, torch.float16):
         return value
     for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(value.to(dtype).float(), value):
+        if all(torch.equal(part.to(dtype).to(value.dtype), part) for part in value.flatten().split(CHUNK)):
             return value.to(dtype)
     return value.to(torch.bfloat16)
 
 
 def _eight_bit(weight: Tensor) -> QuantizedWeight:
-    """8-bit weights rounded to nearest, one scale per row and 128 channels."""
-    identity = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device)
-    bits = torch.full((-(-weight.shape[1] // 128),), 16, dtype=torch.uint8, device=weight.device)
+    """8-bit weights rounded to nearest, one scale per row and 128 channels; a piece of the rows at a time."""
+    rows, columns = weight.shape
+    identity = torch.arange(columns, dtype=torch.int32)
+    bits = torch.full((-(-columns // BLOCK),), 16, dtype=torch.uint8)
     plan = BlockPlan(identity, bits, torch.ones_like(bits, dtype=torch.float32), False)
-    stored = to_storage(weight, plan)
-    importance = torch.ones(stored.shape[1] * 128, device=weight.device)
-    return quantize_rtn(stored, importance, WeightSpec(bits=8, method="rtn", clip_search=False))
+    spec = WeightSpec(bits=8, method="rtn", clip_search=False)
+    codes = torch.empty(rows, BLOCK * len(bits), dtype=torch.int8)
+    scale = torch.empty(rows, len(bits), dtype=torch.bfloat16)
+    importance = torch.ones(BLOCK * len(bits))
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = quantize_rtn(to_storage(weight[start : start + step], plan), importance, spec)
+        codes[start : start + step], scale[start : start + step] = part.qweight, part.scale
+    return QuantizedWeight(codes, scale, None)

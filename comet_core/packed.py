@@ -1,4 +1,4 @@
-"""The packed checkpoint: a Hugging Face folder whose linears are stored as 4-bit codes. Reading and writing it.
+"""The packed checkpoint: a Hugging Face folder whose linears are stored as 4-bit codes. What it holds, and loading it.
 
   config.json                        the model's own, plus quantization_config {quant_method: comet, ...}
   model-0000i-of-0000n.safetensors   one shard a layer, the last one holds embeddings, final norm and lm_head
@@ -9,11 +9,10 @@
 Canonical and un-tiled: one checkpoint serves every GPU architecture. A packed linear `L` has L.qweight, L.w_scale,
 L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it) and L.bias (if any).
 A shard that exists under its final name is complete; config.json is written last, so a folder that has one is whole.
+Nothing that a folder says is believed unchecked: manifest, config, shards and model must agree on every tensor.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,16 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comet_core.calibration import BROKEN
 from comet_core.decoder import build_empty, is_tied
 from comet_core.kv_cache import attention_name
 from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
 from comet_core.recipe import Recipe, recipe_from_dict
+from comet_core.shards import DAMAGED, all_finite, read_shard, shard_files, tensor_sha256
 from comet_cuda.errors import CometError
 
 FORMAT_VERSION = 1
 MANIFEST = "comet.json"
-INDEX = "model.safetensors.index.json"
-DAMAGED = "the folder is damaged; pack the model again"
+STARTED = "packing.json"  # what a folder holds while packing is under way
 PACK_TENSORS = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "perm")
 
 
@@ -62,62 +62,6 @@ class Manifest:
     sha256: dict[str, str]
 
 
-def shard_name(index: int, count: int) -> str:
-    """File name of shard `index` (from 0) of `count`."""
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def tensor_sha256(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes in row-major order."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
-def write_atomic(path: Path, content: str) -> None:
-    """Write a text file so that it exists under its name only when complete."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(content)
-    with partial.open() as file:
-        os.fsync(file.fileno())
-    partial.rename(path)
-
-
-def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write one shard under its final name when it is complete; `notes` go into its metadata as JSON."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CometError(
-                f"{name}: holds NaN or Inf after quantization", "use --dtype float32, or `skip` this linear"
-            )
-    partial = path.with_name(path.name + ".tmp")
-    stored = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in sorted(tensors.items())}
-    try:
-        save_file(stored, partial, metadata={"format": "pt", "comet": json.dumps(notes, sort_keys=True)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise CometError(
-            f"{path}: cannot be written ({error})", "free disk space and start the same command again"
-        ) from error
-    partial.rename(path)
-
-
-def read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and notes of one shard."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            notes = json.loads((file.metadata() or {}).get("comet", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, notes  # noqa: SIM118 - not a dict
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CometError(f"{path}: cannot be read ({error})", DAMAGED) from error
-
-
 def manifest_json(manifest: Manifest, recipe: dict[str, Any]) -> str:
     """The text of comet.json."""
     content = asdict(manifest) | {"format_version": FORMAT_VERSION, "recipe": recipe}
@@ -136,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
         CometError if it is missing, damaged or of a later format.
     """
     if not is_packed(folder):
-        unfinished = (folder / "packing.json").is_file()
+        unfinished = (folder / STARTED).is_file()
         raise CometError(
             f"{folder}: "
             + ("packing has not finished" if unfinished else f"no packed model ({MANIFEST} and config.json)"),
@@ -145,9 +89,9 @@ def read_manifest(folder: Path) -> Manifest:
             else "run `comet pack`",
         )
     try:
-        content = json.loads((folder / MANIFEST).read_text())
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = content["format_version"]
-        if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
+        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
             raise CometError(
                 f"{folder}: packed format_version is {version!r}, this COMET reads up to {FORMAT_VERSION}",
                 "update COMET",
@@ -155,49 +99,61 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             recipe=recipe_from_dict(content["recipe"]),
             recipe_digest=str(content["recipe_digest"]),
-            model=dict(content["model"]),
+            model=_described(content["model"]),
             data=dict(content["data"]),
             int4_mac_fraction=float(content["int4_mac_fraction"]),
-            linears={name: LinearEntry(**entry) for name, entry in content["linears"].items()},
-            embedding_bits=int(content["embedding_bits"]),
+            linears={name: _entry(name, entry) for name, entry in content["linears"].items()},
+            embedding_bits={8: 8, 16: 16}[content["embedding_bits"]],
             layers=list(content["layers"]),
             sha256=dict(content["sha256"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except CometError as error:  # of the recipe or the version, which know no file
+        where = "" if error.message.startswith(str(folder)) else f"{folder / MANIFEST}: "
+        raise CometError(f"{where}{error.message}", error.hint or DAMAGED) from error
+    except BROKEN as error:
         raise CometError(
             f"{folder / MANIFEST}: cannot be understood ({type(error).__name__}: {error})", DAMAGED
         ) from error
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """The shards that the index names, each a plain file inside the folder."""
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CometError(f"{folder / INDEX}: cannot be read ({error})", DAMAGED) from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CometError(f"{folder / INDEX}: names the shard {name!r}, which is outside the folder", DAMAGED)
-        if not (folder / name).is_file():
-            raise CometError(f"{folder / name}: this shard is missing", DAMAGED)
-    return [folder / name for name in names]
+def _entry(name: str, given: dict[str, Any]) -> LinearEntry:
+    entry = LinearEntry(**given)
+    sizes, flags = (entry.in_features, entry.out_features), (entry.symmetric, entry.hadamard, entry.folded)
+    whole = all(type(size) is int and size > 0 for size in sizes) and all(type(flag) is bool for flag in flags)
+    if not whole or entry.weight_bits not in (4, 8):
+        raise ValueError(f"{name}: {given}")
+    return entry
+
+
+def _described(model: dict[str, Any]) -> dict[str, Any]:
+    for key in ("name", "note", "spec"):
+        if not isinstance(model[key], str):
+            raise ValueError(f"model.{key} is {model[key]!r}")
+    return dict(model)
 
 
 def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> None:
     """Raise CometError unless the stored tensors of one packed linear make sense."""
     wanted = expected_shapes(entry.in_features, entry.out_features, entry.weight_bits, entry.symmetric)
+    if entry.folded:
+        del wanted["perm"]
     for leaf, (dtype, shape) in wanted.items():
         if leaf not in tensors:
-            if leaf == "perm" and entry.folded:
-                continue
             raise CometError(f"{name}.{leaf}: is missing", DAMAGED)
         found = tensors[leaf]
         if found.dtype != dtype or tuple(found.shape) != shape:
             raise CometError(f"{name}.{leaf}: is {found.dtype} {tuple(found.shape)}, not {dtype} {shape}", DAMAGED)
-    if not set(tensors["block_bits"].tolist()) <= {4, 8, 16}:
-        raise CometError(
-            f"{name}.block_bits: holds {sorted(set(tensors['block_bits'].tolist()))}, not only 4, 8, 16", DAMAGED
-        )
+    for leaf in tensors:
+        if leaf not in (*wanted, "bias"):
+            raise CometError(f"{name}.{leaf}: is there although the manifest says that this linear has none", DAMAGED)
+    bias = tensors.get("bias")
+    if bias is not None and not (
+        bias.is_floating_point() and tuple(bias.shape) == (entry.out_features,) and all_finite(bias)
+    ):
+        raise CometError(f"{name}.bias: is not {entry.out_features} finite floats", DAMAGED)
+    bits = set(tensors["block_bits"].tolist())
+    if not (bits <= {4, 8} or bits == {16}):
+        raise CometError(f"{name}.block_bits: holds {sorted(bits)}, not 4 and 8 or only 16", DAMAGED)
     scale = tensors["w_scale"].float()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise CometError(f"{name}.w_scale: holds a value that is not finite and positive", DAMAGED)
@@ -229,8 +185,29 @@ def put_linears(
 ) -> None:
     """Replace linears of `parent` (called `prefix` in the model) by packed ones, after checking their tensors."""
     for name, leaves in packed.items():
-        check_linear(name, leaves, entries[name])
-        replace_linear(parent, name.removeprefix(f"{prefix}.") if prefix else name, leaves, entries[name].hadamard)
+        entry, inside = entries[name], name.removeprefix(f"{prefix}.") if prefix else name
+        linear = _linear_of(parent, inside, name)
+        if (linear.in_features, linear.out_features) != (entry.in_features, entry.out_features):
+            raise CometError(
+                f"{name}: the manifest says {entry.in_features} x {entry.out_features}, config.json implies "
+                f"{linear.in_features} x {linear.out_features}",
+                DAMAGED,
+            )
+        if linear.bias is not None and "bias" not in leaves:
+            raise CometError(f"{name}.bias: is missing", DAMAGED)
+        check_linear(name, leaves, entry)
+        replace_linear(parent, inside, leaves, entry.hadamard)
+
+
+def _linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear:
+    """The linear called `inside` in `parent`; `name` is its full name, for the error."""
+    try:
+        found = parent.get_submodule(inside)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        raise CometError(f"{name}: is in the manifest, but the model of config.json has no such linear", DAMAGED)
+    return found
 
 
 @dataclass(frozen=True)
@@ -254,34 +231,53 @@ def load_packed(
     Errors:
         CometError naming the file or tensor that is missing, damaged, tampered with or of a later format.
     """
-    from transformers import AutoConfig
-
     manifest = read_manifest(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        del config.quantization_config
-    except (OSError, ValueError, AttributeError) as error:
-        raise CometError(f"{folder / 'config.json'}: cannot be understood ({error})", DAMAGED) from error
-    model = build_empty(config, attention_name(manifest.recipe.kv_cache), dtype)
+    model = _empty_model(folder, manifest, dtype)
+    for name in manifest.linears:
+        _linear_of(model, name, name)
+    seen: set[str] = set()
     for shard in shard_files(folder):
         tensors, _ = read_shard(shard)
         for name, tensor in tensors.items():
-            if verify and tensor_sha256(tensor) != manifest.sha256.get(name):
+            if name not in manifest.sha256:
+                raise CometError(f"{shard}: {name} is not in the manifest", DAMAGED)
+            if verify and tensor_sha256(tensor) != manifest.sha256[name]:
                 raise CometError(f"{shard}: {name} does not have the sha256 that the manifest states", DAMAGED)
+        seen |= set(tensors)
         if manifest.embedding_bits == 8:
             _put_embedding(model, tensors, manifest, dtype)
         put_linears(model, "", split_linear_tensors(tensors, manifest.linears), manifest.linears)
         for name, tensor in tensors.items():
-            _assign(model, name, tensor.to(dtype))
+            _assign(model, name, tensor, dtype)
     if is_tied(model) and manifest.embedding_bits == 16:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    missing = sorted(set(manifest.sha256) - seen)
+    missing += [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise CometError(f"{folder}: {missing[0]} and {len(missing) - 1} other tensors are missing", DAMAGED)
     absent = [name for name in manifest.linears if not isinstance(model.get_submodule(name), W4AxLinear)]
     if absent:
         raise CometError(f"{folder}: the packed linear {absent[0]} is missing", DAMAGED)
+    if (manifest.embedding_bits == 8) != isinstance(model.get_input_embeddings(), Int8Embedding):  # type: ignore[operator]
+        raise CometError(f"{folder / MANIFEST}: embedding_bits is {manifest.embedding_bits}, the files differ", DAMAGED)
     return PackedModel(folder, manifest, model.to(device).eval())
+
+
+def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype) -> nn.Module:
+    """The model of the folder's config.json, without weights."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if config.quantization_config["quant_method"] != "comet":
+            raise ValueError(f"quant_method is {config.quantization_config['quant_method']!r}")
+        del config.quantization_config
+        return build_empty(config, attention_name(manifest.recipe.kv_cache), dtype)
+    except Exception as error:  # unknown model types and values out of range raise many kinds
+        first = (str(error).splitlines() or [""])[0]
+        raise CometError(
+            f"{folder / 'config.json'}: cannot be understood ({type(error).__name__}: {first})", DAMAGED
+        ) from error
 
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:
@@ -295,23 +291,31 @@ def _put_embedding(model: nn.Module, tensors: dict[str, Tensor], manifest: Manif
     name = module_name(model, old)
     if f"{name}.qweight" not in tensors:
         return
-    codes, scale = tensors.pop(f"{name}.qweight"), tensors.pop(f"{name}.w_scale")
+    leaves = {leaf: tensors.pop(f"{name}.{leaf}") for leaf in ("qweight", "w_scale") if f"{name}.{leaf}" in tensors}
+    shared = leaves | unquantized_input(old.embedding_dim)
+    check_linear(name, shared, LinearEntry(old.embedding_dim, old.num_embeddings, 8, True, False, True))
+    codes, scale = leaves["qweight"], leaves["w_scale"]
     if is_tied(model):
         head = module_name(model, model.get_output_embeddings())  # type: ignore[operator]
-        shared = {"qweight": codes, "w_scale": scale, **unquantized_input(old.embedding_dim)}
+        if head not in manifest.linears:
+            raise CometError(f"{head}: shares the 8-bit embedding but is not in the manifest", DAMAGED)
         put_linears(model, "", {head: shared}, manifest.linears)
     factor = float(getattr(old, "scalar_embed_scale", 1.0))
     model.set_input_embeddings(Int8Embedding(codes, scale, old.embedding_dim, dtype, factor))  # type: ignore[operator]
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Put a stored 16-bit tensor in place of the model's parameter `name`."""
     owner, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(owner)
-        current = getattr(module, leaf)
+        current = module.get_parameter(leaf)
     except AttributeError as error:
-        raise CometError(f"{name}: the model has no such parameter", DAMAGED) from error
-    if current is None or tuple(current.shape) != tuple(tensor.shape):
-        shape = None if current is None else tuple(current.shape)
-        raise CometError(f"{name}: the file has shape {tuple(tensor.shape)}, the model wants {shape}", DAMAGED)
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+        raise CometError(f"{name}: the model of config.json has no such parameter", DAMAGED) from error
+    if tuple(current.shape) != tuple(tensor.shape):
+        raise CometError(
+            f"{name}: the file has shape {tuple(tensor.shape)}, the model wants {tuple(current.shape)}", DAMAGED
+        )
+    if not tensor.is_floating_point() or not all_finite(tensor):
+        raise CometError(f"{name}: holds {tensor.dtype} values that are not all finite floats", DAMAGED)
+    setattr(module, leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))

@@ -15,7 +15,8 @@ LAYERS = {
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
-    "calibration", "calibrate", "quantize", "quantize_group", "linear", "kv_cache", "packed", "model_card", "pack",
+    "calibration", "calibrate", "quantize", "quantize_group", "linear", "kv_cache", "shards", "packed", "model_card",
+    "ledger", "pack",
     "runner", "evaluate", "bench",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
