@@ -28,6 +28,7 @@ _EXTRA_BUFFER_POINTER, _EXTRA_BUFFER_SIZE, _EXTRA_END = 1, 2, 0
 _CAPTURE_RELAXED = 2
 _SHAPE = struct.Struct("7I4x")  # the first part of CUlaunchConfig: grid, block, shared bytes
 _CONFIG = struct.Struct("32sQQI4x")  # CUlaunchConfig: that part, stream, attributes, their number
+_MOST_PARAMETER_BYTES = 4096  # of a kernel, CUDA's limit before 12.1
 _MOST_SHAPES = 4096  # launch shapes remembered by a kernel
 _DEFAULT_SHARED_LIMIT = 48 * 1024  # bytes a kernel may use without asking for more
 
@@ -76,10 +77,9 @@ def _dim3(dim: Dim) -> tuple[int, int, int]:
 class _ThreadBuffers(threading.local):
     """Launch buffers of one kernel on one device, one set a thread (the foreign call releases Python's lock)."""
 
-    def __init__(self, parameter_bytes: int) -> None:
-        self.parameters = ctypes.create_string_buffer(max(parameter_bytes, 1))
-        self.size = ctypes.c_size_t(parameter_bytes)
-        pointers = (ctypes.addressof(self.parameters), ctypes.addressof(self.size))
+    def __init__(self, parameter_bytes: ctypes.c_size_t) -> None:
+        self.parameters = ctypes.create_string_buffer(_MOST_PARAMETER_BYTES)
+        pointers = (ctypes.addressof(self.parameters), ctypes.addressof(parameter_bytes))
         self.extra = (ctypes.c_void_p * 5)(
             _EXTRA_BUFFER_POINTER, pointers[0], _EXTRA_BUFFER_SIZE, pointers[1], _EXTRA_END
         )
@@ -110,31 +110,32 @@ class LoadedKernel:
         self.entry = entry
         self.device = device
         self._function = function
-        self._parameters = self._parameter_info()  # (offset, bytes) of each parameter
-        self._buffers = _ThreadBuffers(sum(self._parameters[-1]) if self._parameters else 0)
+        self._parameter_bytes = ctypes.c_size_t(0)  # known with the first arguments
+        self._buffers = _ThreadBuffers(self._parameter_bytes)
         self._pack = struct.Struct("")
         self._shapes: dict[tuple[Dim, Dim, int], bytes] = {}
         self._launch = library.cuLaunchKernelEx
         self._shared_limit = _DEFAULT_SHARED_LIMIT
 
-    def _parameter_info(self) -> list[tuple[int, int]]:
-        parameters: list[tuple[int, int]] = []
+    def _parameter(self, index: int) -> tuple[int, int]:
+        """(offset, bytes) of one parameter."""
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        while (
-            driver_library().cuFuncGetParamInfo(
-                self._function, ctypes.c_size_t(len(parameters)), ctypes.byref(offset), ctypes.byref(size)
-            )
-            == _SUCCESS
-        ):
-            parameters.append((offset.value, size.value))
-        return parameters
+        status = driver_library().cuFuncGetParamInfo(
+            self._function, ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)
+        )
+        if status != _SUCCESS:
+            raise TypeError(f"{self.entry} has no parameter {index}: error {_name(status)}")
+        return offset.value, size.value
 
     def _layout(self, args: Sequence[Any]) -> struct.Struct:
-        """The struct format of the parameter buffer, from the driver's offsets and the kinds of the arguments."""
-        if len(args) != len(self._parameters):
-            raise TypeError(f"{self.entry} takes {len(self._parameters)} parameters, got {len(args)}")
+        """The struct format of the parameter buffer, from the driver's offsets and the kinds of the arguments.
+
+        Only as many parameters are asked for as there are arguments, so that no call fails in a correct program
+        (compute-sanitizer reports those); with too few arguments the launch itself fails, by the buffer's size.
+        """
         code, end = "<", 0
-        for value, (offset, size) in zip(args, self._parameters, strict=True):
+        for index, value in enumerate(args):
+            offset, size = self._parameter(index)
             code += f"{offset - end}x" if offset > end else ""
             if isinstance(value, bytes):
                 code += f"{size}s"
@@ -143,6 +144,7 @@ class LoadedKernel:
             else:
                 code += {1: "b", 2: "h", 4: "i", 8: "q"}[size]
             end = offset + size
+        self._parameter_bytes.value = end
         return struct.Struct(code)
 
     def allow_shared(self, shared_bytes: int) -> None:
