@@ -12,6 +12,7 @@ repeated runs. Shapes are all linears with N * K >= 2^24 of the models of the pa
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -236,18 +237,17 @@ def candidates(m: int) -> list[Tiles]:
             Tiles(64, row_tiles=2, stages=8, batch=1),
             Tiles(64, row_tiles=2, cluster=2, stages=8, batch=2),
         ]
+    both: dict[str, int] = {"flight": 1, "zero_product": 1, "scale_product": 1}
     return [
+        Tiles(96, row_tiles=2, stages=5, producer_least=24, **both),
+        Tiles(96, row_tiles=2, cluster=2, stages=5, producer_least=24, **both),
+        Tiles(64, row_wgs=3, row_tiles=2, stages=4, **both),
+        Tiles(80, row_tiles=2, stages=5, **both),
+        Tiles(64, row_tiles=2, stages=6, **both),
+        Tiles(48, row_wgs=3, row_tiles=2, stages=5, **both),
+        Tiles(128, cluster=2, stages=5, **both),
+        Tiles(64, row_tiles=2, stages=6, flight=2, zero_product=1, scale_product=1),
         Tiles(128, cluster=2, stages=6, zero_product=1),
-        Tiles(96, cluster=2, stages=8, batch=2, zero_product=1),
-        Tiles(96, cluster=2, stages=8, batch=4, zero_product=1),
-        Tiles(96, row_wgs=3, stages=7, zero_product=1),
-        Tiles(96, row_wgs=3, cluster=2, stages=7, zero_product=1),
-        Tiles(64, row_tiles=2, cluster=2, stages=7, batch=2, zero_product=1),
-        Tiles(64, row_tiles=2, stages=7, batch=2, zero_product=1),
-        Tiles(80, row_tiles=2, cluster=2, stages=6, batch=1, zero_product=1),
-        Tiles(64, row_wgs=3, row_tiles=2, stages=5, batch=1, flight=1, zero_product=1),
-        Tiles(48, row_wgs=3, row_tiles=2, stages=6, batch=2, zero_product=1),
-        Tiles(64, row_wgs=4, stages=7, zero_product=1),
     ]
 
 
@@ -259,7 +259,7 @@ def parse_variants(text: str) -> list[Tiles]:
 def short(tiles: Tiles) -> str:
     return (
         f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
-        f" b{tiles.batch} f{tiles.flight}{' zp' if tiles.zero_product else ''}{'' if tiles.stream else ' whole'}{f' band{tiles.band}' if tiles.band != 8 else ''}"
+        f" b{tiles.batch} f{tiles.flight}{' zp' if tiles.zero_product else ''}{' sp' if tiles.scale_product else ''}{'' if tiles.stream else ' whole'}{f' band{tiles.band}' if tiles.band != 8 else ''}"
     )
 
 
@@ -305,7 +305,7 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
 
     provenance = {
         "command": " ".join(["python", "tools/tune_gemm.py", *sys.argv[1:]]),
-        "git_sha": output_of("git", "rev-parse", "HEAD"),
+        "git_sha": os.environ.get("COMET_GIT_SHA") or output_of("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
@@ -344,8 +344,8 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
             )
             del problem
         print(f"== m={m}: geometric mean {geometric_mean(ratios):.3f}x, smallest {min(ratios):.2f}x")
-    if out:
-        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if out:  # after each batch, so that a run that is cut short keeps what it measured
+            out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:

@@ -14,7 +14,11 @@
 // Zero points. sum_b s_b * (dot_b - z_b * sum_b) needs, with ZERO_PRODUCT 0, one more multiply-add a result and block, on
 // exact integers. With 1, the part with z is one more matrix product over blocks, (-z sw) x (sx sum), in bf16 halves
 // (three of the four products; relative error 2^-17), on the tensor cores: for large tiles float32 instructions and the
-// width of shared memory are the limits. Two otherwise idle warps prepare its activations' part.
+// width of shared memory are the limits. An otherwise idle warp prepares its activations' part.
+//
+// Scales. acc += (sx * sw) * dot is two float32 instructions a result and block, and sx comes from shared memory. With
+// SCALE_PRODUCT 1 the tensor cores also compute the outer product sw x sx of a block, exactly enough (sx in three bf16
+// parts, sw is bf16), straight into registers: a quarter more tensor work, half the instructions, no loads.
 #include "comet/convert_i4.cuh"
 #include "comet/pipeline.cuh"
 #include "comet/tile_schedule.cuh"
@@ -36,22 +40,29 @@ constexpr bool kCluster = CLUSTER > 1;
 constexpr int kTermBlocks = 32;                                      // blocks of one zero-point product
 constexpr int kTermBytes = ZERO_PRODUCT ? TOKENS * 128 : 0;           // its activations: 32 high and 32 low halves a token
 constexpr int kTermBuffers = 2;
-constexpr int kRingBytes = kStageBytes * STAGES + kTermBuffers * kTermBytes;
+constexpr int kScaleBlocks = 4;                                       // blocks in one buffer of scales
+constexpr int kScaleBytes = SCALE_PRODUCT ? TOKENS * 128 : 0;          // 16 bf16 a token and block, three of them used
+constexpr int kScaleBuffers = 2;
+constexpr int kRingBytes = kStageBytes * STAGES + kTermBuffers * kTermBytes + kScaleBuffers * kScaleBytes;
+static_assert(!SCALE_PRODUCT || (ZERO_PRODUCT && BATCH == 1), "scales as a product: one block at a time, zeros likewise");
 constexpr float kE4m3Unit = 1.0f / 512;  // a zero-extended nibble read as e4m3 is code * 2^-9
 constexpr int kMaskWords = 16;           // up to 512 blocks
 constexpr int kGroupBarrier = 1;         // named barriers: one a consumer warpgroup
-static_assert(kRecord % 16 == 0 && kRingBytes + 1024 + 16 * (STAGES + kTermBuffers) <= 232448, "stages fit in shared memory");
+static_assert(kRecord % 16 == 0 && kRingBytes + 1024 + 16 * (STAGES + kTermBuffers + kScaleBuffers) <= 232448, "stages fit in shared memory");
 
-struct Int8Mask {
-    unsigned words[kMaskWords];  // bit b: block b holds INT8 activations
-};
-
+// The kernel's one parameter (packed by `launch` in w4ax_gemm_sm90.py); stays in constant memory.
 struct Operands {
     const unsigned char* weight;  // [row tiles, blocks, kRecord]
+    const uint4* zero_terms;      // [row tiles, ceil(blocks / 32), 4, 128]: high, low, high, low halves of -z * sw
     const unsigned char* codes;   // [blocks, atoms, 1024]
     const unsigned char* meta;    // [blocks, atoms, 64]
-    const uint4* zero_terms;      // [row tiles, ceil(blocks / 32), 4, 128]: high, low, high, low halves of -z * sw
+    const float* bias;            // [rows] or null
+    void* out;                    // [tokens, rows]
+    float4* partials;             // [clusters, cta, warpgroup, kResults * ROW_TILES / 4, 128]
+    unsigned* flags;              // [clusters, cta, warpgroup]
     int tokens, rows, atoms, row_tiles;
+    Schedule schedule;
+    unsigned int8_mask[kMaskWords];  // bit b: block b holds INT8 activations
 };
 
 // The ring of stages, as a producer walks it: wait until a stage is free, announce bytes, copy, go on.
@@ -76,7 +87,8 @@ struct Ring {
 // Two producer threads, in two warps, so that each has little to do a stage. The weights' one never waits for the
 // previous kernel, on which weights do not depend: the first stages are under way before that one has ended.
 __device__ __forceinline__ void produce_weights(
-    const Operands& operands, const Schedule& schedule, Ring ring, unsigned rank, int cluster, int clusters) {
+    const Operands& operands, Ring ring, unsigned rank, int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_first();
     const long long group_bytes = static_cast<long long>(schedule.blocks) * kRecord;
     Segment segment;
@@ -100,7 +112,8 @@ __device__ __forceinline__ void produce_weights(
 }
 
 __device__ __forceinline__ void produce_activations(
-    const Operands& operands, const Schedule& schedule, Ring ring, unsigned rank, int cluster, int clusters) {
+    const Operands& operands, Ring ring, unsigned rank, int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_last();
     const unsigned short everyone = (1u << CLUSTER) - 1;
     const int skipped = rank * kAtomShare;  // atoms of the tile that ctas before this one load
@@ -138,11 +151,12 @@ __device__ __forceinline__ void split_halves(float a, float b, unsigned& high, u
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(b), "f"(a));
 }
 
-// Two warps: sx * sum of every token and block of a segment, in bf16 halves, as wgmma's B operand. A token's row of 128
+// One warp: sx * sum of every token and block of a segment, in bf16 halves, as wgmma's B operand. A token's row of 128
 // bytes holds the high halves of 16 blocks, their low halves, then the same for the next 16; blocks outside are zero.
 __device__ __forceinline__ void produce_terms(
-    const Operands& operands, const Schedule& schedule, unsigned terms, unsigned full, unsigned empty, int thread,
+    const Operands& operands, unsigned terms, unsigned full, unsigned empty, int lane,
     int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
     constexpr int kPairs = TOKENS / 2, kUnits = kPairs * kTermBlocks / 4;  // a unit: two tokens, four blocks
     Segment segment;
     int buffer = 0, parity = 1;
@@ -153,7 +167,7 @@ __device__ __forceinline__ void produce_terms(
         const int atoms = min(kAtoms, operands.atoms - token_tile * kAtoms);
         for (int start = segment.first & ~(kTermBlocks - 1); start < segment.last; start += kTermBlocks) {
             mbarrier_wait(empty + 8 * buffer, parity);
-            for (int unit = thread; unit < kUnits; unit += 64) {
+            for (int unit = lane; unit < kUnits; unit += 32) {
                 const int pair = unit % kPairs, quad = unit / kPairs, atom = pair >> 2, block = start + 4 * quad;
                 const unsigned char* from =
                     operands.meta + (static_cast<long long>(block) * operands.atoms + token_tile * kAtoms) * 64 + pair * 16;
@@ -187,6 +201,63 @@ __device__ __forceinline__ void produce_terms(
     }
 }
 
+__device__ __forceinline__ void split_thirds(float x, unsigned& high_middle, unsigned& low) {
+    unsigned high, middle;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(0.0f), "f"(x));
+    x -= __uint_as_float(high << 16);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(middle) : "f"(0.0f), "f"(x));
+    x -= __uint_as_float(middle << 16);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(0.0f), "f"(x));
+    high_middle = high | middle << 16;
+}
+
+// One warp: the scales of four blocks at a time, counted from the segment's first, as wgmma's B operand: in a token's
+// row of 128 bytes each block has 32, the high, middle and low part of sx and zeros.
+__device__ __forceinline__ void produce_scales(
+    const Operands& operands, unsigned scales, unsigned full, unsigned empty, int lane,
+    int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
+    constexpr int kPairs = TOKENS / 2, kShare = (kPairs + 31) / 32;
+    Segment segment;
+    int buffer = 0, parity = 1;
+    wait_for_previous();
+    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
+        int row_group, token_tile;
+        tile_place(schedule, segment.tile, row_group, token_tile);
+        const int atoms = min(kAtoms, operands.atoms - token_tile * kAtoms);
+        for (int block = segment.first; block < segment.last; block += kScaleBlocks) {
+            float2 sx[kShare][kScaleBlocks];
+#pragma unroll
+            for (int i = 0; i < kShare * kScaleBlocks; ++i) {
+                const int pair = lane + i / kScaleBlocks * 32, at = block + i % kScaleBlocks;
+                float2& value = sx[i / kScaleBlocks][i % kScaleBlocks];
+                value = make_float2(0, 0);
+                if (pair < 4 * atoms && at < segment.last)
+                    value = load_l2(reinterpret_cast<const float2*>(
+                        operands.meta + (static_cast<long long>(at) * operands.atoms + token_tile * kAtoms) * 64 + pair * 16));
+            }
+            mbarrier_wait(empty + 8 * buffer, parity);
+#pragma unroll
+            for (int i = 0; i < kShare * kScaleBlocks * 2; ++i) {
+                const int pair = lane + i / (2 * kScaleBlocks) * 32, slot = i / 2 % kScaleBlocks;
+                const float2 value = sx[i / (2 * kScaleBlocks)][slot];
+                unsigned high_middle, low;
+                split_thirds(i & 1 ? value.y : value.x, high_middle, low);
+                const int row = 2 * (pair & 3) + (i & 1);
+                const unsigned base = scales + buffer * kScaleBytes + (pair >> 2) * 1024 + row * 128;
+                if (pair < kPairs) {
+                    store_shared_16(base + ((32 * slot) ^ (16 * row)), high_middle, low, 0, 0);
+                    store_shared_16(base + ((32 * slot + 16) ^ (16 * row)), 0, 0, 0, 0);
+                }
+            }
+            fence_proxy_async();
+            mbarrier_arrive(full + 8 * buffer);
+            buffer ^= 1;
+            parity ^= buffer == 0;
+        }
+    }
+}
+
 // A block's nibbles as one thread holds them while they wait, and its rows' scales and zero points.
 struct Weights {
     uint4 first, second;
@@ -203,6 +274,7 @@ struct Weights {
 // A block whose product is under way, or done and not yet promoted.
 struct Product {
     unsigned dot[kResults];
+    float scale[SCALE_PRODUCT ? kResults : 1];  // sx * sw
     unsigned fragment[4][4];
     unsigned scales, zeros;
 };
@@ -220,7 +292,7 @@ struct Meta {
     }
     __device__ __forceinline__ void load(unsigned address) {
         at = address;
-        if (ROW_TILES > 1)
+        if (ROW_TILES > 1 && !SCALE_PRODUCT)
 #pragma unroll
             for (int i = 0; i < kAtoms; ++i) kept[ROW_TILES > 1 ? i : 0] = fetch(i);
     }
@@ -237,6 +309,11 @@ __device__ __forceinline__ void promote(float (&acc)[kResults], const Product& p
     const auto value = [&](int i) {
         return kInt8 ? static_cast<float>(static_cast<int>(p.dot[i])) : __uint_as_float(p.dot[i]);
     };
+    if (SCALE_PRODUCT) {
+#pragma unroll
+        for (int i = 0; i < kResults; ++i) acc[i] = fmaf(p.scale[SCALE_PRODUCT ? i : 0], value(i), acc[i]);
+        return;
+    }
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         const float4 m = meta.atom(atom);
@@ -253,17 +330,44 @@ __device__ __forceinline__ void promote(float (&acc)[kResults], const Product& p
 
 // One consumer warpgroup's view of the ring.
 struct Consumer {
-    unsigned ring, full, empty, terms, terms_full, terms_empty, record_at, meta_at;
+    unsigned ring, full, empty, terms, terms_full, terms_empty, scales, scales_full, scales_empty, record_at, meta_at;
     int thread;
     int stage, parity;                // of the next block to load
     int term_buffer, term_parity;     // of the next zero-point product
+    int scale_slot, scale_buffer, scale_parity;  // of the next block's scales
 
     template <bool kInt8>
     __device__ __forceinline__ void start(Product& p, const Weights& weights, unsigned base) const {
         expand_fragment(weights.first, weights.second, p.fragment);
         p.scales = weights.scales;
         p.zeros = weights.zeros;
+#if SCALE_PRODUCT
+        const int t = thread & 3;  // sw at k = 0, 1, 2 of the A fragment: two by thread 0 of a quad, one by thread 1
+        const unsigned mask = t == 0 ? 0xffffffffu : t == 1 ? 0xffffu : 0u;
+        uint4 a = make_uint4(
+            __byte_perm(weights.scales, 0, 0x1010) & mask, __byte_perm(weights.scales, 0, 0x3232) & mask, 0, 0);
+        asm volatile("" : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w));
+        const unsigned tile = __shfl_sync(0xffffffffu, scales + scale_buffer * kScaleBytes + 32 * scale_slot, 0);
         wgmma_block<kInt8>(p.dot, p.fragment, activation_descriptor(base));
+        wgmma_k16_bf16(p.scale, a, activation_descriptor(tile), 0);
+#else
+        wgmma_block<kInt8>(p.dot, p.fragment, activation_descriptor(base));
+#endif
+        wgmma_commit();
+    }
+
+    // Scales of the next block: wait for their buffer at its first block; give it back after its last, or the segment's.
+    __device__ __forceinline__ void acquire_scales() const {
+        if (SCALE_PRODUCT && scale_slot == 0) mbarrier_wait(scales_full + 8 * scale_buffer, scale_parity);
+    }
+    __device__ __forceinline__ void release_scales(bool last) {
+        if (!SCALE_PRODUCT) return;
+        if (++scale_slot < kScaleBlocks && !last) return;
+        __syncwarp();
+        if ((thread & 31) == 0) mbarrier_arrive(scales_empty + 8 * scale_buffer);
+        scale_slot = 0;
+        scale_buffer ^= 1;
+        scale_parity ^= scale_buffer == 0;
     }
 
     __device__ __forceinline__ void advance() {
@@ -294,7 +398,7 @@ struct Consumer {
     // cores work meanwhile and one pass through the latencies (barrier, shared memory, wgmma) serves several products.
     // All are drained at the end: the compiler serializes wgmma that cross the back edge of a loop.
     template <bool kInt8, int kCount>
-    __device__ __forceinline__ void step(float (&acc)[ROW_TILES][kResults]) {
+    __device__ __forceinline__ void step(float (&acc)[ROW_TILES][kResults], bool last) {
         constexpr int kProducts = kCount * ROW_TILES;
         Product products[FLIGHT];
         int used[kCount];
@@ -306,11 +410,13 @@ struct Consumer {
             advance();
         }
         const auto begin = [&](int index) {  // the index is known at compile time, once unrolled
-            const unsigned base = ring + used[index / ROW_TILES] * kStageBytes;
+            // From lane 0, so that the compiler knows it to be uniform and computes descriptors once a warp.
+            const unsigned base = __shfl_sync(0xffffffffu, ring + used[index / ROW_TILES] * kStageBytes, 0);
             Weights weights;
             weights.load(base + record_at + index % ROW_TILES * kRecord, thread);
             start<kInt8>(products[index % FLIGHT], weights, base);
         };
+        acquire_scales();
 #pragma unroll
         for (int i = 0; i < kProducts && i < FLIGHT; ++i) begin(i);
 #pragma unroll
@@ -320,6 +426,7 @@ struct Consumer {
             settle<FLIGHT - 1>(products[i % FLIGHT], kProducts - 1 - i);
             promote<kInt8>(acc[row_tile], products[i % FLIGHT], meta);
             if (row_tile == ROW_TILES - 1) release(used[block]);
+            if (i == kProducts - 1) release_scales(last);
             if (i + FLIGHT < kProducts) begin(i + FLIGHT);
         }
     }
@@ -327,30 +434,28 @@ struct Consumer {
     // acc -= the zero points' part of 32 blocks. `zero_terms` of the first row tile; `stride` from one to the next.
     __device__ __forceinline__ void subtract_zeros(
         float (&acc)[ROW_TILES][kResults], const uint4* zero_terms, long long stride) {
-        uint4 a[ROW_TILES][4];
-#pragma unroll
-        for (int i = 0; i < ROW_TILES * 4; ++i)
-            a[i / 4][i % 4] = load_constant_16(zero_terms + i / 4 * stride + (i % 4) * 128 + thread);
         mbarrier_wait(terms_full + 8 * term_buffer, term_parity);
-        const unsigned long long b = activation_descriptor(terms + term_buffer * kTermBytes);
+        const unsigned tile = __shfl_sync(0xffffffffu, terms + term_buffer * kTermBytes, 0);
+        const unsigned long long b = activation_descriptor(tile);
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * 4; ++i)
-            asm volatile("" : "+r"(a[i / 4][i % 4].x), "+r"(a[i / 4][i % 4].y), "+r"(a[i / 4][i % 4].z), "+r"(a[i / 4][i % 4].w));
+        for (int i = 0; i < ROW_TILES; ++i) {
+            uint4 a[4];
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) hold(acc[i]);
-        wgmma_fence();
+            for (int j = 0; j < 4; ++j) a[j] = load_constant_16(zero_terms + i * stride + j * 128 + thread);
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i)
+            for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(a[j].x), "+r"(a[j].y), "+r"(a[j].z), "+r"(a[j].w));
+            hold(acc[i]);
+            wgmma_fence();
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                wgmma_k16_bf16(acc[i], a[i][2 * half], b + 4 * half);          // high * high
-                wgmma_k16_bf16(acc[i], a[i][2 * half], b + 4 * half + 2);      // high * low
-                wgmma_k16_bf16(acc[i], a[i][2 * half + 1], b + 4 * half);      // low * high
+                wgmma_k16_bf16(acc[i], a[2 * half], b + 4 * half, 1);      // high * high
+                wgmma_k16_bf16(acc[i], a[2 * half], b + 4 * half + 2, 1);  // high * low
+                wgmma_k16_bf16(acc[i], a[2 * half + 1], b + 4 * half, 1);  // low * high
             }
-        wgmma_commit();
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) hold(acc[i]);
+            wgmma_commit();
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            hold(acc[i]);
+        }
         __syncwarp();
         if ((thread & 31) == 0) mbarrier_arrive(terms_empty + 8 * term_buffer);
         term_buffer ^= 1;
@@ -362,10 +467,10 @@ struct Consumer {
         for (int i = 0; i < kResults; ++i) asm volatile("" : "+f"(values[i])::"memory");
     }
 
-    // `count` blocks of one kind.
+    // `count` blocks of one kind; `ends`: the segment ends with them.
     template <bool kInt8>
-    __device__ __forceinline__ void run(float (&acc)[ROW_TILES][kResults], int count) {
-#if BATCH * ROW_TILES == 1
+    __device__ __forceinline__ void run(float (&acc)[ROW_TILES][kResults], int count, bool ends) {
+#if BATCH * ROW_TILES == 1 && !SCALE_PRODUCT
         Weights weights;
         Product p;
         Meta meta;
@@ -386,19 +491,19 @@ struct Consumer {
             release(used);
         }
 #else
-        for (; count >= BATCH; count -= BATCH) step<kInt8, BATCH>(acc);
-        if (BATCH > 2 && (count & 2)) step<kInt8, 2>(acc);
-        if (BATCH > 1 && (count & 1)) step<kInt8, 1>(acc);
+        for (; count >= BATCH; count -= BATCH) step<kInt8, BATCH>(acc, ends && count == BATCH);
+        if (BATCH > 2 && (count & 2)) step<kInt8, 2>(acc, false);
+        if (BATCH > 1 && (count & 1)) step<kInt8, 1>(acc, false);
 #endif
     }
 };
 
 // First block after `block` (and at most `last`) that is not of its kind.
-__device__ __forceinline__ int run_end(const Int8Mask& mask, int block, int last, bool is_int8) {
+__device__ __forceinline__ int run_end(const unsigned* mask, int block, int last, bool is_int8) {
     const unsigned same = is_int8 ? 0xffffffffu : 0u;
     int word = block >> 5;
-    unsigned other = (mask.words[word] ^ same) & (0xffffffffu << (block & 31));
-    while (other == 0 && 32 * (word + 1) < last) other = mask.words[++word] ^ same;
+    unsigned other = (mask[word] ^ same) & (0xffffffffu << (block & 31));
+    while (other == 0 && 32 * (word + 1) < last) other = mask[++word] ^ same;
     return other == 0 ? last : min(last, 32 * word + __ffs(other) - 1);
 }
 
@@ -421,8 +526,9 @@ __device__ __forceinline__ unsigned transpose_8x8(unsigned fragment) {
 // The 64 x TOKENS results of a warpgroup -> y [tokens, rows]. A 16-bit transpose in registers gives each thread four
 // consecutive rows of one token: 8 bytes, 32 a quad.
 __device__ __forceinline__ void store(
-    float (&acc)[kResults], void* out, const float* bias, int row_tile, int first_token, int tokens, int rows,
-    int thread) {
+    float (&acc)[kResults], const Operands& operands, int row_tile, int first_token, int thread) {
+    const int tokens = operands.tokens, rows = operands.rows;
+    const float* bias = operands.bias;
     const int lane = thread & 31, g = lane >> 2, t = lane & 3;
     const int row16 = row_tile * 64 + (thread >> 5) * 16;
     const int row0 = row16 + 4 * (g >> 1) + (g & 1), row1 = row0 + 2;  // rows of fragment rows g and g + 8
@@ -432,7 +538,7 @@ __device__ __forceinline__ void store(
         bias1 = row1 < rows ? bias[row1] : 0.0f;
     }
 #if OUT == 2
-    float* y = static_cast<float*>(out);
+    float* y = static_cast<float*>(operands.out);
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom)
 #pragma unroll
@@ -442,7 +548,7 @@ __device__ __forceinline__ void store(
                 y[static_cast<long long>(token) * rows + row] = acc[4 * atom + i] + (i < 2 ? bias0 : bias1);
         }
 #else
-    unsigned short* y = static_cast<unsigned short*>(out);
+    unsigned short* y = static_cast<unsigned short*>(operands.out);
     const int row = row16 + 4 * t;
     const bool whole = row + 4 <= rows && (rows & 3) == 0;
 #pragma unroll
@@ -524,28 +630,19 @@ struct Exchange {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM) w4ax_gemm_sm90(
-    const unsigned char* weight, const uint4* zero_terms, const unsigned char* codes, const unsigned char* meta,
-    const float* bias, void* out,
-    float4* partials, unsigned* flags, int tokens, int rows, int blocks, int stream_tiles, int band,
-    const __grid_constant__ Int8Mask int8_mask) {
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM)
+    w4ax_gemm_sm90(const __grid_constant__ Operands operands) {
     extern __shared__ unsigned char shared[];
+    const Schedule& schedule = operands.schedule;
     const unsigned ring = (shared_address(shared) + 1023) & ~1023u;
     const unsigned terms = ring + STAGES * kStageBytes;
     const unsigned full = ring + kRingBytes, empty = full + 8 * STAGES;
+    const unsigned scales = terms + kTermBuffers * kTermBytes;
     const unsigned terms_full = empty + 8 * STAGES, terms_empty = terms_full + 8 * kTermBuffers;
+    const unsigned scales_full = terms_empty + 8 * kTermBuffers, scales_empty = scales_full + 8 * kScaleBuffers;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;  // uniform in a warp
     const unsigned rank = kCluster ? cluster_cta_rank() : 0;
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-
-    const Operands operands{weight, codes, meta, zero_terms, tokens, rows, (tokens + 7) >> 3, (rows + 63) >> 6};
-    Schedule schedule;
-    schedule.row_groups = (operands.row_tiles + kRecords * CLUSTER - 1) / (kRecords * CLUSTER);
-    schedule.token_tiles = (tokens + TOKENS - 1) / TOKENS;
-    schedule.tiles = schedule.row_groups * schedule.token_tiles;
-    schedule.stream_tiles = stream_tiles;
-    schedule.band = band;
-    schedule.blocks = blocks;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -553,8 +650,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             mbarrier_init(empty + 8 * stage, CLUSTER * ROW_WGS * 4);
         }
         for (int buffer = 0; ZERO_PRODUCT && buffer < kTermBuffers; ++buffer) {
-            mbarrier_init(terms_full + 8 * buffer, 64);
+            mbarrier_init(terms_full + 8 * buffer, 32);
             mbarrier_init(terms_empty + 8 * buffer, ROW_WGS * 4);
+        }
+        for (int buffer = 0; SCALE_PRODUCT && buffer < kScaleBuffers; ++buffer) {
+            mbarrier_init(scales_full + 8 * buffer, 32);
+            mbarrier_init(scales_empty + 8 * buffer, ROW_WGS * 4);
         }
         mbarrier_init_fence();
     }
@@ -565,18 +666,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     if (warpgroup == ROW_WGS) {
         registers_down<PRODUCER_REGS>();
         const Ring start{ring, full, empty, 0, 1};
-        if (thread == 0) produce_weights(operands, schedule, start, rank, cluster, clusters);
-        if (thread == 32) produce_activations(operands, schedule, start, rank, cluster, clusters);
-        if (ZERO_PRODUCT && thread >= 64)
-            produce_terms(operands, schedule, terms, terms_full, terms_empty, thread - 64, cluster, clusters);
+        if (thread == 0) produce_weights(operands, start, rank, cluster, clusters);
+        if (thread == 32) produce_activations(operands, start, rank, cluster, clusters);
+        if (ZERO_PRODUCT && thread >= 64 && thread < 96)
+            produce_terms(operands, terms, terms_full, terms_empty, thread - 64, cluster, clusters);
+        if (SCALE_PRODUCT && thread >= 96)
+            produce_scales(operands, scales, scales_full, scales_empty, thread - 96, cluster, clusters);
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();
         const int group = warpgroup, lane = thread & 31;
-        const Exchange exchange{partials, flags, rank, group, thread};
-        Consumer consumer{ring, full, empty, terms, terms_full, terms_empty,
+        const Exchange exchange{operands.partials, operands.flags, rank, group, thread};
+        Consumer consumer{ring, full, empty, terms, terms_full, terms_empty, scales, scales_full, scales_empty,
                           kCodesBytes + kMetaBytes + group * ROW_TILES * kRecord, kCodesBytes + (lane & 3) * 16,
-                          thread, 0, 0, 0, 0};
+                          thread, 0, 0, 0, 0, 0, 0, 0};
 
         Segment segment;
         for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
@@ -586,18 +689,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             int row_group, token_tile;
             tile_place(schedule, segment.tile, row_group, token_tile);
             const int row_tile = ((row_group * CLUSTER + rank) * ROW_WGS + group) * ROW_TILES;
+            const int blocks = schedule.blocks;
             const long long term_groups = (blocks + kTermBlocks - 1) / kTermBlocks;
             for (int block = segment.first; block < segment.last;) {
-                const bool is_int8 = (int8_mask.words[block >> 5] >> (block & 31)) & 1;
+                const bool is_int8 = (operands.int8_mask[block >> 5] >> (block & 31)) & 1;
                 const int limit = ZERO_PRODUCT ? (block / kTermBlocks + 1) * kTermBlocks : segment.last;
-                const int end = run_end(int8_mask, block, min(limit, segment.last), is_int8);
-                if (is_int8) consumer.run<true>(acc, end - block);
-                else consumer.run<false>(acc, end - block);
+                const int end = run_end(operands.int8_mask, block, min(limit, segment.last), is_int8);
+                if (is_int8) consumer.run<true>(acc, end - block, end == segment.last);
+                else consumer.run<false>(acc, end - block, end == segment.last);
                 block = end;
                 if (ZERO_PRODUCT && (block == limit || block == segment.last)) {
                     const long long at = min(row_tile, operands.row_tiles - ROW_TILES) * term_groups;
                     consumer.subtract_zeros(
-                        acc, zero_terms + (at + (block - 1) / kTermBlocks) * 512, term_groups * 512);
+                        acc, operands.zero_terms + (at + (block - 1) / kTermBlocks) * 512, term_groups * 512);
                 }
             }
             if (segment.first > 0) {
@@ -605,12 +709,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             } else {
                 if (segment.last < blocks) {
                     int other = cluster + 1;
-                    while (Worker::range_start(schedule, other + 1, clusters) < (segment.tile + 1) * blocks) ++other;
+                    while (Worker::range_start(schedule, other + 1) < (segment.tile + 1) * blocks) ++other;
                     exchange.take(acc, cluster + 1, other);
                 }
 #pragma unroll
                 for (int i = 0; i < ROW_TILES; ++i)
-                    store(acc[i], out, bias, row_tile + i, token_tile * TOKENS, tokens, rows, thread);
+                    store(acc[i], operands, row_tile + i, token_tile * TOKENS, thread);
             }
         }
     }

@@ -56,6 +56,8 @@ class Tiles:
     batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
     flight: int = 2  # products of a warpgroup under way at once
     zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
+    producer_least: int = 32  # registers that a producer thread keeps at least
+    scale_product: int = 0  # 1: the products of scales on the tensor cores too; needs zero_product
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
 
@@ -65,8 +67,8 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What the register file leaves each consumer thread, in steps of 8, when producers take at least 32."""
-        return min(240, (self._registers_per_lane - 32) // self.row_wgs // 8 * 8)
+        """What the register file leaves each consumer thread, in steps of 8."""
+        return min(240, (self._registers_per_lane - self.producer_least) // self.row_wgs // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
@@ -83,8 +85,8 @@ class Tiles:
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        terms = 2 * self.tokens * BLOCK if self.zero_product else 0
-        return self.stage_bytes(has_zero) * self.stages + terms + 1024 + 16 * (self.stages + 2)
+        products = 2 * self.tokens * BLOCK * (self.zero_product + self.scale_product)
+        return self.stage_bytes(has_zero) * self.stages + products + 1024 + 16 * (self.stages + 4)
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
         """Preprocessor definitions of w4ax_gemm_sm90.cu."""
@@ -98,6 +100,7 @@ class Tiles:
             "BATCH": self.batch,
             "FLIGHT": self.flight,
             "ZERO_PRODUCT": self.zero_product,
+            "SCALE_PRODUCT": self.scale_product,
             "ZERO": int(has_zero),
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,
@@ -115,7 +118,7 @@ class Plan:
 
     tiles: Tiles
     ctas: int
-    stream_tiles: int
+    schedule: tuple[int, ...]  # struct Schedule of comet/tile_schedule.cuh, in its order
     partial_floats: int  # workspace
     flags: int
 
@@ -180,7 +183,10 @@ def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) 
         clusters = min(clusters, stream_tiles * blocks)
     ctas = clusters * tiles.cluster
     groups = ctas * tiles.row_wgs
-    return Plan(tiles, ctas, stream_tiles, groups * tiles.row_tiles * ROW_TILE * tiles.tokens if stream_tiles else 0, groups)
+    each, longer = divmod(stream_tiles * blocks, clusters)
+    schedule = (stream_tiles, count, row_groups, -(-tokens // tiles.tokens), tiles.band, blocks, each, longer)
+    partials = groups * tiles.row_tiles * ROW_TILE * tiles.tokens if stream_tiles else 0
+    return Plan(tiles, ctas, schedule, partials, groups)
 
 
 class Workspace:
@@ -220,9 +226,12 @@ def _launch_plan(
     return plan, chosen.kernel(has_zero, out_dtype), chosen.shared_bytes(has_zero)
 
 
+_OPERANDS = struct.Struct(f"<8Q4i8i{MASK_WORDS}I")  # struct Operands of w4ax_gemm_sm90.cu
+
+
 @functools.lru_cache(maxsize=4096)
-def _mask_bytes(words: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<{MASK_WORDS}I", *words, *(0,) * (MASK_WORDS - len(words)))
+def _padded_mask(words: tuple[int, ...]) -> tuple[int, ...]:
+    return words + (0,) * (MASK_WORDS - len(words))
 
 
 def check_operands(
@@ -286,28 +295,23 @@ def launch(
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
-    kernel.launch(
-        plan.ctas,
-        plan.tiles.threads,
-        (
-            weight,
-            zero_terms,
-            x_codes,
-            x_meta,
-            bias,
-            y,
-            workspace.partials,
-            workspace.flags,
-            tokens,
-            rows,
-            blocks,
-            plan.stream_tiles,
-            plan.tiles.band,
-            _mask_bytes(tuple(int8_mask)),
-        ),
-        shared_bytes=shared,
-        pdl=pdl,
+    packed = _OPERANDS.pack(
+        weight.data_ptr(),
+        zero_terms.data_ptr(),
+        x_codes.data_ptr(),
+        x_meta.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        workspace.partials.data_ptr(),
+        workspace.flags.data_ptr(),
+        tokens,
+        rows,
+        token_atoms(tokens),
+        weight.shape[0],
+        *plan.schedule,
+        *_padded_mask(tuple(int8_mask)),
     )
+    kernel.launch(plan.ctas, plan.tiles.threads, (packed,), shared_bytes=shared, pdl=pdl)
     return y
 
 

@@ -10,6 +10,7 @@
 
 namespace comet {
 
+// Made by the host (make_plan in w4ax_gemm_sm90.py) and read from constant memory, so that it takes no registers.
 struct Schedule {
     int stream_tiles;  // tiles cut along K
     int tiles;         // all tiles
@@ -17,6 +18,8 @@ struct Schedule {
     int token_tiles;   // tiles along the tokens
     int band;          // row groups walked together, so that concurrent clusters share operands in L2
     int blocks;        // units a tile
+    int range;         // units that each cluster's range has at least,
+    int longer;        // and how many clusters have one more
 };
 
 struct Segment {
@@ -27,16 +30,14 @@ class Worker {
    public:
     __device__ __forceinline__ Worker(const Schedule& schedule, int cluster, int clusters)
         : schedule_(schedule),
-          unit_(range_start(schedule, cluster, clusters)),
-          end_(range_start(schedule, cluster + 1, clusters)),
+          unit_(range_start(schedule, cluster)),
+          end_(range_start(schedule, cluster + 1)),
           tile_(schedule.stream_tiles + cluster),
           clusters_(clusters) {}
 
     // First unit of a cluster's range.
-    static __device__ __forceinline__ int range_start(const Schedule& schedule, int cluster, int clusters) {
-        const int units = schedule.stream_tiles * schedule.blocks;
-        const int each = units / clusters, rest = units - each * clusters;
-        return cluster * each + min(cluster, rest);
+    static __device__ __forceinline__ int range_start(const Schedule& schedule, int cluster) {
+        return cluster * schedule.range + min(cluster, schedule.longer);
     }
 
     __device__ __forceinline__ bool next(Segment& segment) {

@@ -276,17 +276,18 @@ __device__ __forceinline__ void wgmma_k32(
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// D += A * B for 16 bf16 values along K.
-__device__ __forceinline__ void wgmma_k16_bf16(float (&d)[TOKENS / 2], const uint4& a, unsigned long long b) {
+// D = A * B (accumulate = 0) or D += A * B for 16 bf16 values along K.
+__device__ __forceinline__ void wgmma_k16_bf16(
+    float (&d)[TOKENS / 2], const uint4& a, unsigned long long b, int accumulate) {
     asm volatile(
         COMET_ACCUMULATE
         "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k16.f32.bf16.bf16 {" COMET_NAMES
         "}, " COMET_OPERANDS ", 1, 1, 0;\n}\n"
         : COMET_RESULTS(COMET_FLOAT_RESULT)
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(1));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
 }
 
-// One block: four k32 steps along the 128 bytes of the swizzled rows, committed as one group.
+// One block: four k32 steps along the 128 bytes of the swizzled rows, not yet committed.
 template <bool kInt8>
 __device__ __forceinline__ void wgmma_block(unsigned (&d)[TOKENS / 2], unsigned (&a)[4][4], unsigned long long b) {
     // Pin A's computation before the fence: one sunk between two wgmma would make the compiler serialize them all.
@@ -295,7 +296,6 @@ __device__ __forceinline__ void wgmma_block(unsigned (&d)[TOKENS / 2], unsigned 
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) wgmma_k32<kInt8>(d, a[step], b + 2 * step, step > 0);
-    wgmma_commit();
 }
 
 }  // namespace comet
