@@ -127,13 +127,13 @@ __device__ __forceinline__ void promote(float (&y)[4], const int (&d)[4], const 
 }
 
 __device__ __forceinline__ void multiply_int4(uint32_t stage, const Lane& at, Sums& y) {
-  uint32_t a[kRowTiles][2][4]; // [.][half]: row g or g + 8, 32 channels
+  uint32_t a[kRowTiles][2][4]; // [.][step]: a fragment of m16n8k64, as it lies in memory
   RowScales rows[kRowTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     const uint32_t from = stage + (at.row0 / 16 + m) * 1024 + (threadIdx.x % 32) * 16;
-    load_shared(from, a[m][0]);
-    load_shared(from + 512, a[m][1]);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) load_shared(from + 512 * s, a[m][s]);
     rows[m] = row_scales(stage, at, m);
   }
 #pragma unroll
@@ -146,8 +146,7 @@ __device__ __forceinline__ void multiply_int4(uint32_t stage, const Lane& at, Su
       int d[4] = {kFloatBits, kFloatBits, kFloatBits, kFloatBits};
 #pragma unroll
       for (int s = 0; s < 2; ++s)
-        mma_m16n8k64_u4_s4(d, a[m][0][2 * s], a[m][1][2 * s], a[m][0][2 * s + 1], a[m][1][2 * s + 1], b[2 * s],
-                           b[2 * s + 1]);
+        mma_m16n8k64_u4_s4(d, a[m][s][0], a[m][s][1], a[m][s][2], a[m][s][3], b[2 * s], b[2 * s + 1]);
       promote(y[m][n], d, rows[m], meta);
     }
   }
@@ -160,11 +159,12 @@ __device__ __forceinline__ void multiply_int8(uint32_t stage, const Lane& at, Su
   for (int m = 0; m < kRowTiles; ++m) {
     const uint32_t from = stage + (at.row0 / 16 + m) * 1024 + (threadIdx.x % 32) * 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t nibbles[4];
-      load_shared(from + 512 * half, nibbles);
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t nibbles[4]; // of steps 2 * pair and 2 * pair + 1: rows g and g + 8
+      load_shared(from + 512 * pair, nibbles);
 #pragma unroll
-      for (int s = 0; s < 4; ++s) widen_nibbles(nibbles[s], a[m][s][half], a[m][s][2 + half]);
+      for (int i = 0; i < 4; ++i)
+        widen_nibbles(nibbles[i], a[m][2 * pair + i / 2][i % 2], a[m][2 * pair + i / 2][2 + i % 2]);
     }
     rows[m] = row_scales(stage, at, m);
   }

@@ -12,10 +12,11 @@ four threads t that share a row owns 32 consecutive channels, 32t .. 32t + 31, a
 
 **Weights** (prepared once, at load). R = ceil(N / 128) row tiles; missing rows have code 0 and scale 0.
 - uint8 [R, NB, 8448 or 8576]: 8,192 bytes of nibbles, 128 bf16 scales, and, for asymmetric weights, 128 zero points.
-- Nibbles: eight m16 tiles of 1,024 bytes. Byte half * 512 + lane * 16 + 4 * j is word j (channels 32t + 8j .. + 7, for
-  lane = 4g + t) of fragment row g (half 0) or g + 8 (half 1). Fragment row g is row 2g of the 16, g + 8 is row 2g + 1,
-  so that a thread stores two neighbouring outputs at once. A thread's 64 codes are four 16-byte words of two rows,
-  whatever the block's precision: the mixed layout.
+- Nibbles: eight m16 tiles of 1,024 bytes. Byte step * 512 + lane * 16 + 8 * w + 4 * half is word 2 * step + w (word j
+  holds channels 32t + 8j .. + 7, for lane = 4g + t) of fragment row g (half 0) or g + 8 (half 1), so that one 16-byte
+  read is the four registers of an m16n8k64 operand, in order. Fragment row g is row 2g of the 16, g + 8 is row
+  2g + 1, so that a thread stores two neighbouring outputs at once. A thread's 64 codes are two 16-byte reads whatever
+  the block's precision: the mixed layout.
 - Nibble order in a word: natural in INT4 blocks; interleaved (0 4 1 5 2 6 3 7) where activations are bytes, so that one
   mask and one shift-and-mask give the two registers of channels 0..3 and 4..7 ("location switch, zero extension").
 """
@@ -110,8 +111,8 @@ def tile_weight_sm80(
     interleave = _interleaves(block_bits.to(codes.device), portable)[None, None, :, None, None, None]
     codes = torch.where(interleave, codes[..., order], codes)
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4)  # R, row, NB, t, word, byte
-    split = packed.unflatten(1, (8, 8, 2))  # R, m16 tile, g, half, NB, t, word, byte
-    nibbles = split.permute(0, 4, 1, 3, 2, 5, 6, 7).reshape(-1, blocks, NIBBLE_BYTES)
+    split = packed.unflatten(1, (8, 8, 2)).unflatten(6, (2, 2))  # R, m16 tile, g, half, NB, t, step, w, byte
+    nibbles = split.permute(0, 4, 1, 6, 2, 5, 7, 3, 8).reshape(-1, blocks, NIBBLE_BYTES)
     scale = tiles(w_scale).transpose(1, 2).contiguous()
     parts = [nibbles, scale.view(torch.uint8)]
     if w_zero is not None:
@@ -124,8 +125,9 @@ def untile_weight_sm80(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inverse of `tile_weight_sm80`: qweight, w_scale, w_zero (None if the records hold none)."""
     _, blocks, size = records.shape
-    split = records[..., :NIBBLE_BYTES].reshape(-1, blocks, 8, 2, 8, 4, 4, 4)  # R, NB, m16 tile, half, g, t, word, byte
-    packed = split.permute(0, 2, 4, 3, 1, 5, 6, 7).reshape(-1, blocks, 4, 4, 4)[:rows]
+    split = records[..., :NIBBLE_BYTES].reshape(-1, blocks, 8, 2, 8, 4, 2, 2, 4)
+    # R, NB, m16 tile, step, g, t, w, half, byte -> rows, NB, t, word, byte
+    packed = split.permute(0, 2, 4, 7, 1, 5, 3, 6, 8).reshape(-1, blocks, 4, 4, 4)[:rows]
     codes = unpack_nibbles(packed)
     order = torch.tensor([INTERLEAVED.index(channel) for channel in range(8)], device=codes.device)
     interleave = _interleaves(block_bits.to(codes.device), portable)[None, :, None, None, None]
@@ -156,9 +158,9 @@ def shared_reads_int8(token0: int, half: int) -> list[int]:
     return [int8_offset(token0 + lane // 4, 2 * (lane % 4) + half) for lane in range(32)]
 
 
-def shared_reads_weights(m16_tile: int, half: int) -> list[int]:
+def shared_reads_weights(m16_tile: int, step: int) -> list[int]:
     """Byte addresses, inside the record, of one read of weight codes."""
-    return [m16_tile * 1024 + half * 512 + lane * 16 for lane in range(32)]
+    return [m16_tile * 1024 + step * 512 + lane * 16 for lane in range(32)]
 
 
 def bank_conflicts(addresses: list[int]) -> int:

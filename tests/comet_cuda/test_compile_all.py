@@ -118,6 +118,9 @@ def test_int4_blocks_use_int4_tensor_cores(capability: tuple[int, int], portable
     int8 = len(re.findall(r"\bIMMA\.16832\.U8\.S8\b", code))
     # a warp's 2 m16 tiles x 4 n8 tiles: two steps of 64 channels, or four of 32
     assert (int4, int8) == (2 * 4 * 2, 2 * 4 * 4)
+    first, last = code.index("IMMA.16864"), code.rindex("IMMA.16864")
+    moves = len(re.findall(r"\b(?:IMAD\.)?MOV(?:\.U32)? ", code[first:last]))
+    assert moves <= 8, f"{moves} moves among the INT4 products: fragments should lie in memory as they are multiplied"
     words = 2 * 2 * 4  # of eight nibbles, that a lane widens for an INT8 block
     masks = len(re.findall(r"\bLOP3\.LUT \S+ \S+ 0xf0f0f0f,", code))
     assert 0 < masks <= 2 * words  # one mask a register of four values; the high one shifts first

@@ -24,6 +24,12 @@ from comet_cuda.weight_layout_sm80 import (
 )
 
 
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
 def operands(
     tokens: int, rows: int, bits: list[int], symmetric: bool, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
@@ -85,16 +91,16 @@ def test_fragments_multiply_as_the_kernel_reads_them() -> None:
             g, t = lane // 4, lane % 4
             for token in range(8):  # the mma sums the lanes t of a row with those of a column
                 for half in range(2):
-                    at = half * 512 + lane * 16
-                    nibbles = torch.stack((records[at : at + 16] & 15, records[at : at + 16] >> 4), -1).flatten()
+                    words = [records[j // 2 * 512 + lane * 16 + j % 2 * 8 + half * 4 :][:4] for j in range(4)]
+                    row = torch.cat(words)
+                    nibbles = torch.stack((row & 15, row >> 4), -1).flatten()
                     if bit == 4:
                         packed = codes.flatten()[token * 64 + t * 16 :][:16]
                         x = ((torch.stack((packed & 15, packed >> 4), -1).flatten() ^ 8).long()) - 8
                         w = nibbles.long()
                     else:
                         x = codes[token].view(torch.int8)[32 * t : 32 * t + 32].long()
-                        words = nibbles.view(4, 8)
-                        w = torch.cat([torch.cat((word[0::2], word[1::2])) for word in words]).long()
+                        w = torch.cat([torch.cat((word[0::2], word[1::2])) for word in nibbles.view(4, 8)]).long()
                     got[2 * g + half, token] += (x * w).sum()
         expected = (weight_integers(qweight, torch.zeros(16, 1, dtype=torch.uint8))[:, 0] @ qx[:, 0].float().T).long()
         assert torch.equal(got, expected)
@@ -104,7 +110,7 @@ def test_shared_memory_reads_have_no_bank_conflicts() -> None:
     for token0 in range(0, 128, 8):
         assert bank_conflicts(shared_reads_int4(token0)) == 0
         assert all(bank_conflicts(shared_reads_int8(token0, half)) == 0 for half in (0, 1))
-    assert all(bank_conflicts(shared_reads_weights(tile, half)) == 0 for tile in range(8) for half in (0, 1))
+    assert all(bank_conflicts(shared_reads_weights(tile, step)) == 0 for tile in range(8) for step in (0, 1))
     assert len({int8_offset(token, chunk) for token in range(8) for chunk in range(8)}) == 64
     natural = [lane // 4 * 128 + lane % 4 * 32 for lane in range(32)]
     assert bank_conflicts(natural) > 0  # without the swizzle there are some: the measure can tell
@@ -143,16 +149,14 @@ def test_schedule_covers_every_block_once(
 
 
 def test_schedule_is_balanced() -> None:
-    """LLaMA-7B's down projection, 16 tokens, on 108 multiprocessors: busy time is even to 5 percent."""
+    """LLaMA-7B's down projection, 16 tokens, on 108 multiprocessors: ctas are even to the grain of one block."""
     bits = tuple([8] * 14 + [4] * 72)
     schedule = make_schedule(32, 1, bits, False, 216)
     cost = [sum(2 if bits[b] == 8 else 1 for s in w for b in range(s.first_block, s.end_block)) for w in schedule.work]
     mean = Fraction(sum(cost), len(cost))
     assert (max(cost) - mean) / mean < 0.15  # one block of 15 is the grain
     unaware = make_schedule(32, 1, bits, True, 216)
-    uneven = [
-        sum(2 if bits[b] == 8 else 1 for s in w for b in range(s.first_block, s.end_block)) for w in unaware.work
-    ]
+    uneven = [sum(2 if bits[b] == 8 else 1 for s in w for b in range(s.first_block, s.end_block)) for w in unaware.work]
     assert max(uneven) > max(cost)  # dealing by blocks instead of cost is worse
 
 
@@ -161,10 +165,7 @@ def test_tiles_of_tokens() -> None:
 
 
 class TestOnGpu:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    ]
+    pytestmark = gpu
 
     def check(
         self, tokens: int, rows: int, bits: list[int], symmetric: bool, portable: bool, out: torch.dtype, biased: bool
