@@ -23,7 +23,6 @@ from comet_cuda.weight_layout_sm80 import (
     untile_weight_sm80,
 )
 
-
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
