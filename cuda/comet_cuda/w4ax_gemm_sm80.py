@@ -9,6 +9,7 @@ cost, where an INT8 block costs as much as two INT4 blocks. A second kernel adds
 import dataclasses
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from comet_cuda.affine import BLOCK
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
-from comet_cuda.weight_layout_sm80 import ROW_TILE, record_bytes_sm80, tile_weight_sm80
+from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.w4ax_gemm import w4ax_gemm_ref
+from comet_cuda.weight_layout_sm80 import (
+    ROW_TILE,
+    record_bytes_sm80,
+    tile_weight_sm80,
+    untile_activations_sm80,
+    untile_weight_sm80,
+)
 
 SOURCE = "w4ax_gemm_sm80.cu"
 THREADS = 256
@@ -192,52 +201,137 @@ def _prepare_launch(
     )
 
 
-def w4ax_gemm_sm80(
-    codes: Tensor, meta: Tensor, weight: Sm80Weight, bias: Tensor | None, out_dtype: torch.dtype
+def _check(codes: Tensor, meta: Tensor, records: Tensor, block_bits: Tensor, rows: int, bias: Tensor | None) -> None:
+    """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
+    blocks, tokens = block_bits.shape[0], codes.shape[1]
+    expected = {
+        "codes": (codes, torch.uint8, (blocks, tokens, BLOCK)),
+        "meta": (meta, torch.float32, (blocks, tokens, 2)),
+        "records": (records, torch.uint8, (-(-rows // ROW_TILE), blocks, records.shape[2])),
+        "block_bits": (block_bits, torch.uint8, (blocks,)),
+    }
+    if bias is not None:
+        expected["bias"] = (bias, bias.dtype, (rows,))
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise CometError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
+                f"{tokens} tokens, {rows} rows and {blocks} blocks need contiguous {dtype} {shape}",
+            )
+    if records.shape[2] not in (record_bytes_sm80(False), record_bytes_sm80(True)):
+        raise CometError(f"weight records have {records.shape[2]} bytes", "make them with prepare_weight_sm80")
+
+
+def launch(
+    codes: Tensor,
+    meta: Tensor,
+    records: Tensor,
+    block_bits: Tensor,
+    bits: Sequence[int],
+    rows: int,
+    portable: bool,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """y = x W^T (+ bias) from tiled activations.
-
-    Args:
-        codes: uint8 [NB, M, 128], meta: float32 [NB, M, 2]: `quantize_act_tiled` with layout "sm_80", or "portable" for
-            a portable weight.
-        weight: from `prepare_weight_sm80`, on the same GPU.
-        bias: float [N] or None.
-        out_dtype: bfloat16, float16 or float32.
-
-    Returns:
-        y: out_dtype [M, N]; the same bits every time.
-    """
+    """The CUDA implementation of `w4ax_gemm_mma_sync`."""
+    _check(codes, meta, records, block_bits, rows, bias)
+    if out_dtype not in OUT_KINDS:
+        raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
     blocks, tokens = codes.shape[0], codes.shape[1]
-    if weight.records.shape[1] != blocks:
-        raise CometError(
-            f"activations have {blocks} blocks, weights {weight.records.shape[1]}", "quantize for this linear"
-        )
-    y = torch.empty((tokens, weight.rows), dtype=out_dtype, device=codes.device)
-    if tokens == 0:
+    y = codes.new_empty((tokens, rows), dtype=out_dtype)
+    if tokens == 0 or rows == 0:
         return y
-    has_zero = weight.records.shape[2] == record_bytes_sm80(has_zero=True)
+    has_zero = records.shape[2] == record_bytes_sm80(has_zero=True)
     device = codes.get_device()
-    launch = _prepare_launch(
-        device, tokens, -(-weight.rows // ROW_TILE), weight.bits, has_zero, weight.portable, out_dtype
-    )
-    parts = torch.empty(launch.slots * ROW_TILE * launch.tokens, dtype=torch.float32, device=codes.device)
-    bias = None if bias is None else bias.float().contiguous()
+    plan = _prepare_launch(device, tokens, -(-rows // ROW_TILE), tuple(bits), has_zero, portable, out_dtype)
+    parts = meta.new_empty(plan.slots * ROW_TILE * plan.tokens)
+    bias = None if bias is None else bias.float()
     params = _PARAMS.pack(
         codes.data_ptr(),
         meta.data_ptr(),
-        weight.records.data_ptr(),
-        weight.block_bits.data_ptr(),
-        launch.starts.data_ptr(),
-        launch.segments.data_ptr(),
+        records.data_ptr(),
+        block_bits.data_ptr(),
+        plan.starts.data_ptr(),
+        plan.segments.data_ptr(),
         parts.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         tokens,
-        weight.rows,
+        rows,
         blocks,
     )
-    launch.kernel.launch_on(device, launch.ctas, THREADS, (params,), launch.shared)
-    if launch.splits is not None:
-        tiles = ROW_TILE * launch.tokens // (4 * THREADS)  # m16n8 tiles of a thread
-        launch.reduce.launch_on(device, (launch.splits.shape[0], tiles), THREADS, (params, launch.splits))
+    plan.kernel.launch_on(device, plan.ctas, THREADS, (params,), plan.shared)
+    if plan.splits is not None:
+        tiles = ROW_TILE * plan.tokens // (4 * THREADS)  # m16n8 tiles of a thread
+        plan.reduce.launch_on(device, (plan.splits.shape[0], tiles), THREADS, (params, plan.splits))
+    return y
+
+
+def w4ax_gemm_mma_sync_ref(
+    codes: Tensor,
+    meta: Tensor,
+    records: Tensor,
+    block_bits: Tensor,
+    bits: Sequence[int],
+    rows: int,
+    portable: bool,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y = w4ax_gemm of tiled operands.
+
+    Args:
+        codes: uint8 [NB, M, 128], meta: float32 [NB, M, 2]: `quantize_act_tiled` with layout "sm_80" or "portable".
+        records: uint8 [R, NB, 8448 or 8576], block_bits: uint8 [NB], bits: the same as integers, rows: N, portable:
+            fields of `Sm80Weight`.
+        bias: float [N] or None.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        out_dtype [M, N]; on a GPU the same bits every time.
+    """
+    _check(codes, meta, records, block_bits, rows, bias)
+    qx, sx, _ = untile_activations_sm80(codes, meta, block_bits, portable)
+    qweight, w_scale, w_zero = untile_weight_sm80(records, rows, block_bits, portable)
+    return w4ax_gemm_ref(qx, sx, qweight, w_scale, w_zero, block_bits, bias, out_dtype)
+
+
+def _fake(
+    codes: Tensor,
+    meta: Tensor,
+    records: Tensor,
+    block_bits: Tensor,
+    bits: Sequence[int],
+    rows: int,
+    portable: bool,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty(codes.shape[1], rows, dtype=out_dtype)
+
+
+define_op(
+    "w4ax_gemm_mma_sync(Tensor codes, Tensor meta, Tensor records, Tensor block_bits, int[] bits, SymInt rows,"
+    " bool portable, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    w4ax_gemm_mma_sync_ref,
+    _fake,
+)
+LIBRARY.impl("w4ax_gemm_mma_sync", launch, "CUDA")
+
+
+def w4ax_gemm_sm80(
+    codes: Tensor, meta: Tensor, weight: Sm80Weight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The op behind `w4ax_gemm_mma_sync_ref`, with the weight's fields in one argument."""
+    y: Tensor = torch.ops.comet.w4ax_gemm_mma_sync(
+        codes,
+        meta,
+        weight.records,
+        weight.block_bits,
+        weight.bits,
+        weight.rows,
+        weight.portable,
+        bias,
+        out_dtype,
+    )
     return y

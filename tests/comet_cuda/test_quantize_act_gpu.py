@@ -188,3 +188,21 @@ def test_plans_fit_the_gpu(limit: int, element_bytes: int) -> None:
             assert plan.stage == (plan.shared_bytes > 0)
             assert plan.stage or plan.tokens == 1
             assert plan.splits >= 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ops_trace_and_equal_their_references_on_the_cpu(layout: str) -> None:
+    x = torch.randn(5, 300).bfloat16()
+    bits, clip = torch.tensor([8, 4, 4], dtype=torch.uint8), torch.full((3,), 0.9)
+    perm = torch.randperm(300).to(torch.int32)
+    common = (perm, bits, clip, True, layout)
+    weight = torch.ones(300).bfloat16()
+    for op, arguments, reference in (
+        (torch.ops.comet.quantize_act_tiled, (x, *common), quantize_act_tiled_ref),
+        (torch.ops.comet.silu_mul_quantize, (torch.cat((x, x), 1), *common), silu_mul_quantize_ref),
+        (torch.ops.comet.rms_norm_quantize, (x, x, weight, 1e-5, *common), rms_norm_quantize_ref),
+        (torch.ops.comet.rms_norm_quantize, (x, None, weight, 1e-5, *common), rms_norm_quantize_ref),
+    ):
+        torch.library.opcheck(op, arguments, test_utils="test_faketensor")
+        for got, expected in zip(op(*arguments), reference(*arguments), strict=True):
+            assert torch.equal(got, expected)

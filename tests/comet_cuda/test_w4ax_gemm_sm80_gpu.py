@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref, weight_integers
 from comet_cuda.w4ax_gemm_sm80 import make_schedule, prepare_weight_sm80, tile_tokens, w4ax_gemm_sm80
@@ -157,6 +158,28 @@ def test_schedule_is_balanced() -> None:
     unaware = make_schedule(32, 1, bits, True, 216)
     uneven = [sum(2 if bits[b] == 8 else 1 for s in w for b in range(s.first_block, s.end_block)) for w in unaware.work]
     assert max(uneven) > max(cost)  # dealing by blocks instead of cost is worse
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_op_is_the_reference_without_a_gpu(portable: bool) -> None:
+    qx, sx, qweight, w_scale, w_zero, block_bits = operands(5, 136, [8, 4, 4], False)
+    weight = prepare_weight_sm80(qweight, w_scale, w_zero, block_bits, portable)
+    bias = torch.randn(136)
+    tiled = tile_activations_sm80(qx, sx, block_bits, portable)
+    y = w4ax_gemm_sm80(*tiled, weight, bias, torch.float32)
+    assert torch.equal(y, w4ax_gemm_ref(qx, sx, qweight, w_scale, w_zero, block_bits, bias, torch.float32))
+    with pytest.raises(CometError, match="meta"):
+        w4ax_gemm_sm80(tiled[0], tiled[1][:, :4], weight, bias, torch.float32)
+    with pytest.raises(CometError, match="bias"):
+        w4ax_gemm_sm80(*tiled, weight, bias[:8], torch.float32)
+
+
+def test_the_op_traces() -> None:
+    qx, sx, qweight, w_scale, w_zero, block_bits = operands(5, 136, [8, 4, 4], False)
+    weight = prepare_weight_sm80(qweight, w_scale, w_zero, block_bits)
+    tiled = tile_activations_sm80(qx, sx, block_bits)
+    arguments = (*tiled, weight.records, block_bits, weight.bits, 136, False, None, torch.bfloat16)
+    torch.library.opcheck(torch.ops.comet.w4ax_gemm_mma_sync, arguments, test_utils="test_faketensor")
 
 
 def test_tiles_of_tokens() -> None:
