@@ -266,7 +266,7 @@ class _Job:
             entries = self.ledger.entries
             names = [name for name in entries if name.startswith(f"{prefix}.")]
             put_linears(layer, prefix, split_linear_tensors(tensors, names), entries)
-            self._put_sixteen(layer, prefix, tensors)
+            self._put_sixteen(layer, f"{prefix}.", tensors)
             layer.to(self.decoder.device)
         return layer
 
@@ -275,6 +275,9 @@ class _Job:
         prefix = f"{self.decoder.layer_prefix}.{index}"
         layer = self.decoder.load_layer(index)
         linears = layer_linears(layer)
+        packed = {name for item in groups for name in item.quantized}
+        kept = {name: p for name, p in layer.named_parameters() if name.rpartition(".")[0] not in packed}
+        self._put_sixteen(layer, "", {name: _sixteen(p) for name, p in kept.items()})  # as a later run will find them
         for item in groups:
             for name in item.group.producers:
                 permute_rows(linears[name], item.plan.perm.long().to(self.decoder.device))
@@ -307,18 +310,16 @@ class _Job:
                     )
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
                     replace_linear(layer, name, leaves, plan.hadamard)
-        kept = {f"{prefix}.{name}": _sixteen(parameter) for name, parameter in layer.named_parameters()}
-        self._put_sixteen(layer, prefix, kept)  # go on from what the shard holds, as a later run would
-        tensors |= kept
+        tensors |= {f"{prefix}.{name}": _sixteen(parameter) for name, parameter in layer.named_parameters()}
         shard_notes = {"linears": entries, "layers": notes}
         write_shard(self._shard(index), tensors, shard_notes)
         self.ledger.record(self._shard(index), tensors, shard_notes)
         return layer
 
     def _put_sixteen(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
-        """Set the parameters of a layer that stay unquantized, by full name, in the type of the computation."""
+        """Set parameters that stay unquantized, by name after `prefix`, in the type of the computation."""
         for name, tensor in tensors.items():
-            owner, _, leaf = name.removeprefix(f"{prefix}.").rpartition(".")
+            owner, _, leaf = name.removeprefix(prefix).rpartition(".")
             value = tensor.to(self.decoder.device, self.decoder.dtype)
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 

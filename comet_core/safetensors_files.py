@@ -140,7 +140,8 @@ def _no_safetensors(folder: Path) -> CometError:
 
 
 def load_tensor(name: str, stored: StoredTensor) -> "Tensor":
-    """Reads one tensor into memory of its own: CPU, stored dtype and shape.
+    """Reads one tensor into memory of its own: CPU, stored dtype and shape. The memory is torch's, because products
+    of operands that are not aligned as torch aligns them may round in another way from run to run.
 
     Raises:
         CometError: not a 16- or 32-bit float, or the file changed since its header was read.
@@ -152,12 +153,12 @@ def load_tensor(name: str, stored: StoredTensor) -> "Tensor":
     dtype: torch.dtype = getattr(torch, FLOAT_DTYPES[stored.dtype])
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=dtype)
-    buffer = bytearray(stored.nbytes)
+    tensor = torch.empty(stored.shape, dtype=dtype)
     with stored.file.open("rb") as file:
         file.seek(stored.begin)
-        if file.readinto(buffer) != stored.nbytes:
+        if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != stored.nbytes:
             raise CometError(f"{stored.file} became shorter while it was read", FETCH_AGAIN)
-    return torch.frombuffer(buffer, dtype=dtype).view(stored.shape)
+    return tensor
 
 
 def wrong_dtype(name: str, stored: StoredTensor) -> CometError:

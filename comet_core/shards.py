@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from comet_core.calibration import BROKEN
 from comet_cuda.errors import CometError
 
 INDEX = "model.safetensors.index.json"
+DTYPE = {  # what a packed folder holds, in the format's words
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
 DAMAGED = "the folder is damaged; pack the model again"
 
 
@@ -28,8 +36,7 @@ def shard_name(index: int, count: int) -> str:
 
 def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes in row-major order."""
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -54,9 +61,6 @@ def write_atomic(path: Path, content: str) -> None:
 
 def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
     """Write one shard under its final name when it is complete; `notes` go into its metadata as JSON."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     for name, tensor in tensors.items():
         if not all_finite(tensor):
             raise CometError(
@@ -64,27 +68,38 @@ def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -
             )
     partial = path.with_name(path.name + ".tmp")
     try:
-        metadata = {"format": "pt", "comet": json.dumps(notes, sort_keys=True)}
-        save_file(_own_storage(tensors), partial, metadata=metadata)
-        with partial.open("rb") as file:
+        with partial.open("wb") as file:
+            _write_safetensors(file, tensors, {"comet": json.dumps(notes, sort_keys=True), "format": "pt"})
+            file.flush()
             os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise _cannot_write(path, partial, error) from error
     partial.rename(path)
 
 
-def _own_storage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by name on the CPU, those that share memory with others copied: the format holds no aliases."""
-    seen: set[int] = set()
-    own = {}
-    for name, tensor in sorted(tensors.items()):
-        value = tensor.detach().cpu().contiguous()
-        storage = value.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
-            value = value.clone()
-        seen.add(value.untyped_storage().data_ptr())
-        own[name] = value
-    return own
+def _write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """The safetensors format, written here because the library orders its metadata by chance, and the same shard must
+    have the same bytes: u64 header length, JSON header padded with spaces, then the tensors' bytes one after another.
+    Widest types come first, so that every tensor is aligned. One tensor at a time is copied, and only if it must be.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_bytes_of(tensors[name]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, without a copy where it lies so in the computer's memory."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return flat.numpy().data
 
 
 def _cannot_write(path: Path, partial: Path, error: Exception) -> CometError:

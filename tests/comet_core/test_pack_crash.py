@@ -1,0 +1,217 @@
+"""`pack` killed at any moment and started again ends with the bytes of an undisturbed run.
+
+The victim is a forked child that calls pack(): it starts in no time, and SIGKILL leaves what a power cut of the
+process leaves. Two kinds of moments: every single change of the folder (half of a write, before and after a rename,
+an unlink), one kill each, the next run going on from there; and moments that nothing in the program chose.
+"""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comet_cuda.errors import CometError
+
+SURVIVED, KILLED = 0, -signal.SIGKILL
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run `work` in a forked child; its exit code, negative for the signal that killed it."""
+    child = start_child(work)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def start_child(work: Callable[[], object]) -> int:
+    """Fork a child that runs `work` and never returns into the test; its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = SURVIVED
+    finally:
+        os._exit(code)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+class Moments:
+    """Counts the changes that a process makes in `folder`, and kills it at change `fatal` (from 1)."""
+
+    def __init__(self, folder: Path, fatal: int) -> None:
+        self.folder, self.left = folder, fatal
+
+    def reach(self, path: Any) -> None:
+        if Path(path).parent == self.folder:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def arm(self) -> None:
+        """Patch this process: writes stop in the middle, renames and unlinks before and after they happen."""
+        rename, unlink, sync = Path.rename, Path.unlink, os.fsync
+
+        def killing_rename(path: Path, target: Path) -> Path:
+            self.reach(path)
+            done = rename(path, target)
+            self.reach(path)
+            return done
+
+        def killing_unlink(path: Path, missing_ok: bool = False) -> None:
+            unlink(path, missing_ok=missing_ok)
+            self.reach(path)
+
+        def killing_sync(descriptor: int) -> None:
+            halved(Path(os.readlink(f"/proc/self/fd/{descriptor}")), self)
+            sync(descriptor)
+
+        Path.rename, Path.unlink = killing_rename, killing_unlink  # type: ignore[method-assign,assignment]
+        os.fsync = killing_sync  # every file is flushed to the disk before it gets its name
+
+
+def halved(path: Path, moments: Moments) -> None:
+    """Show the folder with `path` half written at the moment of the kill, and whole if it does not come."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    moments.reach(path)
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def model(put_through: Callable[..., Any], llama_config: Callable[..., Any]) -> Any:
+    """Three layers in float32, two with an unquantized linear, whose rounding to 16 bit must survive a restart."""
+    from comet_core.recipe import load_recipe
+
+    recipe = replace(load_recipe("w4a4kv4"), skip=("*.1.mlp.down_proj", "*.2.self_attn.o_proj"))
+    return put_through(llama_config(num_hidden_layers=3, attention_bias=True), recipe)
+
+
+def is_refused_or_whole(folder: Path, whole: dict[str, bytes]) -> None:
+    """A folder in any state either loads as the finished one or is refused with an error that says so."""
+    from comet_core.packed import load_packed
+
+    try:
+        load_packed(folder, verify=True)
+    except CometError as error:
+        assert "packing has not finished" in error.message or "no packed model" in error.message
+        assert error.hint
+    else:
+        assert whole.items() <= files(folder).items()
+
+
+def test_killed_at_every_change_of_the_folder(model: Any, tmp_path: Path) -> None:
+    whole, out = files(model.packed), tmp_path / "out"
+    kills, fatal, code = 0, 0, KILLED
+    finished: set[str] = set()  # files under their final names
+    while code == KILLED:
+        fatal += 1  # one change further than the last run, or the first change after a run that finished a file
+        moments = Moments(out, fatal)
+        code = in_child(lambda armed=moments: (armed.arm(), model.pack(out)))
+        kills += code == KILLED
+        is_refused_or_whole(out, whole)
+        now = {name for name in os.listdir(out) if not name.endswith(".tmp")}
+        fatal = fatal if now <= finished else 0
+        finished |= now
+    assert code == SURVIVED
+    assert kills > 3 * len(whole), "each file has at least three moments"
+    assert files(out) == whole
+
+
+def test_killed_while_replacing_a_finished_folder(model: Any, tmp_path: Path) -> None:
+    """Packing into a finished folder starts anew; a kill while the old files go must not strand it."""
+    whole, out = files(model.packed), tmp_path / "out"
+    shutil.copytree(model.packed, out)
+    (out / "model-00002-of-00004.safetensors").write_bytes(b"another model's layer")
+    for fatal in (1, 3, 5, 7, 3):
+        moments = Moments(out, fatal)
+        assert in_child(lambda armed=moments: (armed.arm(), model.pack(out))) == KILLED
+        is_refused_or_whole(out, whole)
+    assert in_child(lambda: model.pack(out)) == SURVIVED
+    assert files(out) == whole
+
+
+def test_killed_at_moments_nobody_chose(model: Any, tmp_path: Path) -> None:
+    whole, out = files(model.packed), tmp_path / "out"
+    draw = random.Random(0)
+    started = time.monotonic()
+    assert in_child(lambda: model.pack(tmp_path / "undisturbed")) == SURVIVED
+    duration = time.monotonic() - started
+    kills = 0
+    for _ in range(6):
+        child = start_child(lambda: model.pack(out))
+        time.sleep(draw.uniform(0.05, 0.6) * duration)
+        os.kill(child, signal.SIGKILL)
+        kills += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+        if out.exists():
+            is_refused_or_whole(out, whole)
+    assert kills
+    assert in_child(lambda: model.pack(out)) == SURVIVED
+    assert files(out) == whole
+
+
+class StopsAt:
+    """Progress that stops its own process (SIGSTOP) at the first step, in the middle of the work."""
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator["StopsAt"]:
+        yield self
+
+    def advance(self, steps: int = 1) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def log(self, message: str) -> None:
+        pass
+
+
+def test_two_at_once_are_refused_and_a_dead_one_holds_nothing(model: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    child = start_child(lambda: model.pack(out, progress=StopsAt()))
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        with pytest.raises(CometError, match="another command is packing into this folder") as error:
+            model.pack(out)
+        assert str(out) in error.value.message and error.value.hint
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    model.pack(out)
+    assert files(out) == files(model.packed)
+
+
+def test_an_unfinished_folder_of_another_job_is_refused(model: Any, tmp_path: Path) -> None:
+    from comet_core.calibrate import calibrate
+    from comet_core.progress import SilentProgress
+
+    out = tmp_path / "out"
+    assert in_child(lambda: (Moments(out, 7).arm(), model.pack(out))) == KILLED
+    left = files(out)
+    other = replace(model.recipe, weights=replace(model.recipe.weights, damping=0.02))
+    with pytest.raises(CometError, match="unfinished packing of another model, recipe or calibration"):
+        model.pack(out, recipe=other)
+    seeded = replace(model.recipe, calibration=replace(model.recipe.calibration, seed=1))
+    calibrate(model.source, seeded, tmp_path / "calibration", device="cpu", progress=SilentProgress())
+    with pytest.raises(CometError, match="unfinished packing of another model, recipe or calibration"):
+        replace(model, calibration=tmp_path / "calibration").pack(out)
+    assert files(out) == left
+
+
+def test_a_folder_with_other_files_is_left_alone(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(CometError, match="is not empty"):
+        model.pack(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CometError, match="cannot be written"):
+        model.pack(tmp_path / "file" / "out")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "thesis.txt"]
