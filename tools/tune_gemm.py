@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
 
 import torch
+
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
@@ -112,7 +113,9 @@ def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options
     want = reference(x, meta, records, terms, m, rows, mask, bias)
     poison = torch.full((m, rows), float("nan"), dtype=dtype, device="cuda")
     del poison  # the caching allocator hands this memory to the output
-    runs = [gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, tiles) for _ in range(options.get("runs", 3))]
+    runs = [
+        gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, tiles) for _ in range(options.get("runs", 3))
+    ]
     torch.cuda.synchronize()
     error = error_of(runs[0], want)
     if not error < TOLERANCE[dtype]:
@@ -140,9 +143,12 @@ def exactness() -> list[str]:
             want = w4ax_gemm_ref(codes, torch.ones(16, 3), weight, ones, zero, bits, None, torch.float32)
             x, meta = tile_activations_sm90(codes.cuda(), torch.ones(16, 3).cuda(), bits)
             tiled = gemm.prepare_weight_sm90(weight.cuda(), ones.cuda(), zero.cuda(), bits)
-            y = gemm.launch(x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32, Tiles(16))
+            y = gemm.launch(
+                x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32, Tiles(16)
+            )
             wrong = int((y.cpu() != want).sum())
-            print(f"exact integers, {bits_value}-bit, {name}: {wrong} of {want.numel()} differ; max {want.abs().max():.0f}")
+            largest = want.abs().max().item()
+            print(f"exact integers, {bits_value}-bit, {name}: {wrong} of {want.numel()} differ; max {largest:.0f}")
             if wrong:
                 problems.append(f"{bits_value}-bit {name}")
     return problems
@@ -152,7 +158,12 @@ def check() -> int:
     problems = exactness()
     g = torch.Generator().manual_seed(1)
     mixed = (torch.rand(19, generator=g) < 0.4).to(torch.uint8) * 4 + 4
-    mixes = {"all 4": block_bits_for(16, 1.0), "all 8": block_bits_for(16, 0.0), "84%": block_bits_for(25), "mixed": mixed}
+    mixes = {
+        "all 4": block_bits_for(16, 1.0),
+        "all 8": block_bits_for(16, 0.0),
+        "84%": block_bits_for(25),
+        "mixed": mixed,
+    }
     batches = [*range(18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096]
     for name, bits in mixes.items():
         for m in batches:
@@ -237,30 +248,25 @@ def candidates(m: int) -> list[Tiles]:
             Tiles(64, row_tiles=2, stages=8, batch=1),
             Tiles(64, row_tiles=2, cluster=2, stages=8, batch=2),
         ]
-    both: dict[str, int] = {"flight": 1, "zero_product": 1, "scale_product": 1}
     return [
-        Tiles(96, row_tiles=2, stages=5, producer_least=24, **both),
-        Tiles(96, row_tiles=2, cluster=2, stages=5, producer_least=24, **both),
-        Tiles(64, row_wgs=3, row_tiles=2, stages=4, **both),
-        Tiles(80, row_tiles=2, stages=5, **both),
-        Tiles(64, row_tiles=2, stages=6, **both),
-        Tiles(48, row_wgs=3, row_tiles=2, stages=5, **both),
-        Tiles(128, cluster=2, stages=5, **both),
-        Tiles(64, row_tiles=2, stages=6, flight=2, zero_product=1, scale_product=1),
         Tiles(128, cluster=2, stages=6, zero_product=1),
+        Tiles(128, stages=6, zero_product=1),
+        Tiles(96, cluster=2, stages=8, batch=4, zero_product=1),
+        Tiles(64, row_wgs=3, cluster=2, stages=8, batch=2, zero_product=1),
+        Tiles(64, row_tiles=2, stages=7, batch=2, zero_product=1),
+        Tiles(64, row_wgs=3, row_tiles=2, stages=5, flight=1, zero_product=1),
     ]
 
 
 def parse_variants(text: str) -> list[Tiles]:
-    """"tokens=64,cluster=2;tokens=32" -> two Tiles."""
+    """Such as tokens=64,cluster=2;tokens=32 -> two Tiles."""
     return [Tiles(**{k: int(v) for k, v in (item.split("=") for item in part.split(","))}) for part in text.split(";")]
 
 
 def short(tiles: Tiles) -> str:
-    return (
-        f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
-        f" b{tiles.batch} f{tiles.flight}{' zp' if tiles.zero_product else ''}{' sp' if tiles.scale_product else ''}{'' if tiles.stream else ' whole'}{f' band{tiles.band}' if tiles.band != 8 else ''}"
-    )
+    text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
+    text += f" b{tiles.batch} f{tiles.flight}"
+    return text + " zp" * tiles.zero_product + " whole" * (not tiles.stream)
 
 
 def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:

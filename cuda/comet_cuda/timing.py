@@ -35,5 +35,5 @@ def median_microseconds(variants: Sequence[Callable[[], Any]], launches: int = 0
         end.record()
     torch.cuda.synchronize()
     del kept
-    times = sorted(start.elapsed_time(end) for start, end in events)
+    times: list[float] = sorted(start.elapsed_time(end) for start, end in events)
     return 1000.0 * times[len(times) // 2] / launches

@@ -15,10 +15,6 @@
 // exact integers. With 1, the part with z is one more matrix product over blocks, (-z sw) x (sx sum), in bf16 halves
 // (three of the four products; relative error 2^-17), on the tensor cores: for large tiles float32 instructions and the
 // width of shared memory are the limits. An otherwise idle warp prepares its activations' part.
-//
-// Scales. acc += (sx * sw) * dot is two float32 instructions a result and block, and sx comes from shared memory. With
-// SCALE_PRODUCT 1 the tensor cores also compute the outer product sw x sx of a block, exactly enough (sx in three bf16
-// parts, sw is bf16), straight into registers: a quarter more tensor work, half the instructions, no loads.
 #include "comet/convert_i4.cuh"
 #include "comet/pipeline.cuh"
 #include "comet/tile_schedule.cuh"
@@ -40,15 +36,11 @@ constexpr bool kCluster = CLUSTER > 1;
 constexpr int kTermBlocks = 32;                                      // blocks of one zero-point product
 constexpr int kTermBytes = ZERO_PRODUCT ? TOKENS * 128 : 0;           // its activations: 32 high and 32 low halves a token
 constexpr int kTermBuffers = 2;
-constexpr int kScaleBlocks = 4;                                       // blocks in one buffer of scales
-constexpr int kScaleBytes = SCALE_PRODUCT ? TOKENS * 128 : 0;          // 16 bf16 a token and block, three of them used
-constexpr int kScaleBuffers = 2;
-constexpr int kRingBytes = kStageBytes * STAGES + kTermBuffers * kTermBytes + kScaleBuffers * kScaleBytes;
-static_assert(!SCALE_PRODUCT || (ZERO_PRODUCT && BATCH == 1), "scales as a product: one block at a time, zeros likewise");
+constexpr int kRingBytes = kStageBytes * STAGES + kTermBuffers * kTermBytes;
 constexpr float kE4m3Unit = 1.0f / 512;  // a zero-extended nibble read as e4m3 is code * 2^-9
 constexpr int kMaskWords = 16;           // up to 512 blocks
 constexpr int kGroupBarrier = 1;         // named barriers: one a consumer warpgroup
-static_assert(kRecord % 16 == 0 && kRingBytes + 1024 + 16 * (STAGES + kTermBuffers + kScaleBuffers) <= 232448, "stages fit in shared memory");
+static_assert(kRecord % 16 == 0 && kRingBytes + 1024 + 16 * (STAGES + kTermBuffers) <= 232448, "stages fit in shared memory");
 
 // The kernel's one parameter (packed by `launch` in w4ax_gemm_sm90.py); stays in constant memory.
 struct Operands {
@@ -201,63 +193,6 @@ __device__ __forceinline__ void produce_terms(
     }
 }
 
-__device__ __forceinline__ void split_thirds(float x, unsigned& high_middle, unsigned& low) {
-    unsigned high, middle;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(0.0f), "f"(x));
-    x -= __uint_as_float(high << 16);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(middle) : "f"(0.0f), "f"(x));
-    x -= __uint_as_float(middle << 16);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(0.0f), "f"(x));
-    high_middle = high | middle << 16;
-}
-
-// One warp: the scales of four blocks at a time, counted from the segment's first, as wgmma's B operand: in a token's
-// row of 128 bytes each block has 32, the high, middle and low part of sx and zeros.
-__device__ __forceinline__ void produce_scales(
-    const Operands& operands, unsigned scales, unsigned full, unsigned empty, int lane,
-    int cluster, int clusters) {
-    const Schedule& schedule = operands.schedule;
-    constexpr int kPairs = TOKENS / 2, kShare = (kPairs + 31) / 32;
-    Segment segment;
-    int buffer = 0, parity = 1;
-    wait_for_previous();
-    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
-        int row_group, token_tile;
-        tile_place(schedule, segment.tile, row_group, token_tile);
-        const int atoms = min(kAtoms, operands.atoms - token_tile * kAtoms);
-        for (int block = segment.first; block < segment.last; block += kScaleBlocks) {
-            float2 sx[kShare][kScaleBlocks];
-#pragma unroll
-            for (int i = 0; i < kShare * kScaleBlocks; ++i) {
-                const int pair = lane + i / kScaleBlocks * 32, at = block + i % kScaleBlocks;
-                float2& value = sx[i / kScaleBlocks][i % kScaleBlocks];
-                value = make_float2(0, 0);
-                if (pair < 4 * atoms && at < segment.last)
-                    value = load_l2(reinterpret_cast<const float2*>(
-                        operands.meta + (static_cast<long long>(at) * operands.atoms + token_tile * kAtoms) * 64 + pair * 16));
-            }
-            mbarrier_wait(empty + 8 * buffer, parity);
-#pragma unroll
-            for (int i = 0; i < kShare * kScaleBlocks * 2; ++i) {
-                const int pair = lane + i / (2 * kScaleBlocks) * 32, slot = i / 2 % kScaleBlocks;
-                const float2 value = sx[i / (2 * kScaleBlocks)][slot];
-                unsigned high_middle, low;
-                split_thirds(i & 1 ? value.y : value.x, high_middle, low);
-                const int row = 2 * (pair & 3) + (i & 1);
-                const unsigned base = scales + buffer * kScaleBytes + (pair >> 2) * 1024 + row * 128;
-                if (pair < kPairs) {
-                    store_shared_16(base + ((32 * slot) ^ (16 * row)), high_middle, low, 0, 0);
-                    store_shared_16(base + ((32 * slot + 16) ^ (16 * row)), 0, 0, 0, 0);
-                }
-            }
-            fence_proxy_async();
-            mbarrier_arrive(full + 8 * buffer);
-            buffer ^= 1;
-            parity ^= buffer == 0;
-        }
-    }
-}
-
 // A block's nibbles as one thread holds them while they wait, and its rows' scales and zero points.
 struct Weights {
     uint4 first, second;
@@ -274,7 +209,6 @@ struct Weights {
 // A block whose product is under way, or done and not yet promoted.
 struct Product {
     unsigned dot[kResults];
-    float scale[SCALE_PRODUCT ? kResults : 1];  // sx * sw
     unsigned fragment[4][4];
     unsigned scales, zeros;
 };
@@ -292,7 +226,7 @@ struct Meta {
     }
     __device__ __forceinline__ void load(unsigned address) {
         at = address;
-        if (ROW_TILES > 1 && !SCALE_PRODUCT)
+        if (ROW_TILES > 1)
 #pragma unroll
             for (int i = 0; i < kAtoms; ++i) kept[ROW_TILES > 1 ? i : 0] = fetch(i);
     }
@@ -309,11 +243,6 @@ __device__ __forceinline__ void promote(float (&acc)[kResults], const Product& p
     const auto value = [&](int i) {
         return kInt8 ? static_cast<float>(static_cast<int>(p.dot[i])) : __uint_as_float(p.dot[i]);
     };
-    if (SCALE_PRODUCT) {
-#pragma unroll
-        for (int i = 0; i < kResults; ++i) acc[i] = fmaf(p.scale[SCALE_PRODUCT ? i : 0], value(i), acc[i]);
-        return;
-    }
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
         const float4 m = meta.atom(atom);
@@ -330,44 +259,18 @@ __device__ __forceinline__ void promote(float (&acc)[kResults], const Product& p
 
 // One consumer warpgroup's view of the ring.
 struct Consumer {
-    unsigned ring, full, empty, terms, terms_full, terms_empty, scales, scales_full, scales_empty, record_at, meta_at;
+    unsigned ring, full, empty, terms, terms_full, terms_empty, record_at, meta_at;
     int thread;
     int stage, parity;                // of the next block to load
     int term_buffer, term_parity;     // of the next zero-point product
-    int scale_slot, scale_buffer, scale_parity;  // of the next block's scales
 
     template <bool kInt8>
     __device__ __forceinline__ void start(Product& p, const Weights& weights, unsigned base) const {
         expand_fragment(weights.first, weights.second, p.fragment);
         p.scales = weights.scales;
         p.zeros = weights.zeros;
-#if SCALE_PRODUCT
-        const int t = thread & 3;  // sw at k = 0, 1, 2 of the A fragment: two by thread 0 of a quad, one by thread 1
-        const unsigned mask = t == 0 ? 0xffffffffu : t == 1 ? 0xffffu : 0u;
-        uint4 a = make_uint4(
-            __byte_perm(weights.scales, 0, 0x1010) & mask, __byte_perm(weights.scales, 0, 0x3232) & mask, 0, 0);
-        asm volatile("" : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w));
-        const unsigned tile = __shfl_sync(0xffffffffu, scales + scale_buffer * kScaleBytes + 32 * scale_slot, 0);
         wgmma_block<kInt8>(p.dot, p.fragment, activation_descriptor(base));
-        wgmma_k16_bf16(p.scale, a, activation_descriptor(tile), 0);
-#else
-        wgmma_block<kInt8>(p.dot, p.fragment, activation_descriptor(base));
-#endif
         wgmma_commit();
-    }
-
-    // Scales of the next block: wait for their buffer at its first block; give it back after its last, or the segment's.
-    __device__ __forceinline__ void acquire_scales() const {
-        if (SCALE_PRODUCT && scale_slot == 0) mbarrier_wait(scales_full + 8 * scale_buffer, scale_parity);
-    }
-    __device__ __forceinline__ void release_scales(bool last) {
-        if (!SCALE_PRODUCT) return;
-        if (++scale_slot < kScaleBlocks && !last) return;
-        __syncwarp();
-        if ((thread & 31) == 0) mbarrier_arrive(scales_empty + 8 * scale_buffer);
-        scale_slot = 0;
-        scale_buffer ^= 1;
-        scale_parity ^= scale_buffer == 0;
     }
 
     __device__ __forceinline__ void advance() {
@@ -398,7 +301,7 @@ struct Consumer {
     // cores work meanwhile and one pass through the latencies (barrier, shared memory, wgmma) serves several products.
     // All are drained at the end: the compiler serializes wgmma that cross the back edge of a loop.
     template <bool kInt8, int kCount>
-    __device__ __forceinline__ void step(float (&acc)[ROW_TILES][kResults], bool last) {
+    __device__ __forceinline__ void step(float (&acc)[ROW_TILES][kResults]) {
         constexpr int kProducts = kCount * ROW_TILES;
         Product products[FLIGHT];
         int used[kCount];
@@ -416,7 +319,6 @@ struct Consumer {
             weights.load(base + record_at + index % ROW_TILES * kRecord, thread);
             start<kInt8>(products[index % FLIGHT], weights, base);
         };
-        acquire_scales();
 #pragma unroll
         for (int i = 0; i < kProducts && i < FLIGHT; ++i) begin(i);
 #pragma unroll
@@ -426,7 +328,6 @@ struct Consumer {
             settle<FLIGHT - 1>(products[i % FLIGHT], kProducts - 1 - i);
             promote<kInt8>(acc[row_tile], products[i % FLIGHT], meta);
             if (row_tile == ROW_TILES - 1) release(used[block]);
-            if (i == kProducts - 1) release_scales(last);
             if (i + FLIGHT < kProducts) begin(i + FLIGHT);
         }
     }
@@ -467,10 +368,10 @@ struct Consumer {
         for (int i = 0; i < kResults; ++i) asm volatile("" : "+f"(values[i])::"memory");
     }
 
-    // `count` blocks of one kind; `ends`: the segment ends with them.
+    // `count` blocks of one kind.
     template <bool kInt8>
-    __device__ __forceinline__ void run(float (&acc)[ROW_TILES][kResults], int count, bool ends) {
-#if BATCH * ROW_TILES == 1 && !SCALE_PRODUCT
+    __device__ __forceinline__ void run(float (&acc)[ROW_TILES][kResults], int count) {
+#if BATCH * ROW_TILES == 1
         Weights weights;
         Product p;
         Meta meta;
@@ -491,9 +392,9 @@ struct Consumer {
             release(used);
         }
 #else
-        for (; count >= BATCH; count -= BATCH) step<kInt8, BATCH>(acc, ends && count == BATCH);
-        if (BATCH > 2 && (count & 2)) step<kInt8, 2>(acc, false);
-        if (BATCH > 1 && (count & 1)) step<kInt8, 1>(acc, false);
+        for (; count >= BATCH; count -= BATCH) step<kInt8, BATCH>(acc);
+        if (BATCH > 2 && (count & 2)) step<kInt8, 2>(acc);
+        if (BATCH > 1 && (count & 1)) step<kInt8, 1>(acc);
 #endif
     }
 };
@@ -602,7 +503,7 @@ struct Exchange {
     // Add the partial sums of clusters first .. last, in this order. Their flags are polled side by side, and the loads
     // of several partial sums are under way at once, because each costs a round trip to L2.
     __device__ __forceinline__ void take(float (&acc)[ROW_TILES][kResults], int first, int last) const {
-        constexpr int kAtOnce = kVectors >= 8 ? 1 : kVectors >= 4 ? 2 : 4;
+        constexpr int kAtOnce = kVectors >= 8 ? 1 : kVectors >= 2 ? 2 : 4;
         for (int other = first + thread; other <= last; other += 128) {
             while (load_acquire(flags + slot(other)) == 0) {
             }
@@ -637,9 +538,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     const unsigned ring = (shared_address(shared) + 1023) & ~1023u;
     const unsigned terms = ring + STAGES * kStageBytes;
     const unsigned full = ring + kRingBytes, empty = full + 8 * STAGES;
-    const unsigned scales = terms + kTermBuffers * kTermBytes;
     const unsigned terms_full = empty + 8 * STAGES, terms_empty = terms_full + 8 * kTermBuffers;
-    const unsigned scales_full = terms_empty + 8 * kTermBuffers, scales_empty = scales_full + 8 * kScaleBuffers;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;  // uniform in a warp
     const unsigned rank = kCluster ? cluster_cta_rank() : 0;
     const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -652,10 +551,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         for (int buffer = 0; ZERO_PRODUCT && buffer < kTermBuffers; ++buffer) {
             mbarrier_init(terms_full + 8 * buffer, 32);
             mbarrier_init(terms_empty + 8 * buffer, ROW_WGS * 4);
-        }
-        for (int buffer = 0; SCALE_PRODUCT && buffer < kScaleBuffers; ++buffer) {
-            mbarrier_init(scales_full + 8 * buffer, 32);
-            mbarrier_init(scales_empty + 8 * buffer, ROW_WGS * 4);
         }
         mbarrier_init_fence();
     }
@@ -670,16 +565,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         if (thread == 32) produce_activations(operands, start, rank, cluster, clusters);
         if (ZERO_PRODUCT && thread >= 64 && thread < 96)
             produce_terms(operands, terms, terms_full, terms_empty, thread - 64, cluster, clusters);
-        if (SCALE_PRODUCT && thread >= 96)
-            produce_scales(operands, scales, scales_full, scales_empty, thread - 96, cluster, clusters);
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();
         const int group = warpgroup, lane = thread & 31;
         const Exchange exchange{operands.partials, operands.flags, rank, group, thread};
-        Consumer consumer{ring, full, empty, terms, terms_full, terms_empty, scales, scales_full, scales_empty,
+        Consumer consumer{ring, full, empty, terms, terms_full, terms_empty,
                           kCodesBytes + kMetaBytes + group * ROW_TILES * kRecord, kCodesBytes + (lane & 3) * 16,
-                          thread, 0, 0, 0, 0, 0, 0, 0};
+                          thread, 0, 0, 0, 0};
 
         Segment segment;
         for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
@@ -695,8 +588,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 const bool is_int8 = (operands.int8_mask[block >> 5] >> (block & 31)) & 1;
                 const int limit = ZERO_PRODUCT ? (block / kTermBlocks + 1) * kTermBlocks : segment.last;
                 const int end = run_end(operands.int8_mask, block, min(limit, segment.last), is_int8);
-                if (is_int8) consumer.run<true>(acc, end - block, end == segment.last);
-                else consumer.run<false>(acc, end - block, end == segment.last);
+                if (is_int8) consumer.run<true>(acc, end - block);
+                else consumer.run<false>(acc, end - block);
                 block = end;
                 if (ZERO_PRODUCT && (block == limit || block == segment.last)) {
                     const long long at = min(row_tile, operands.row_tiles - ROW_TILES) * term_groups;

@@ -24,8 +24,8 @@ from comet_cuda.weight_layout import (
     ATOM_BYTES,
     META_FLOATS,
     ROW_TILE,
-    record_bytes,
     TERM_BLOCKS,
+    record_bytes,
     tile_weight_sm90,
     token_atoms,
     untile_activations_sm90,
@@ -56,8 +56,6 @@ class Tiles:
     batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
     flight: int = 2  # products of a warpgroup under way at once
     zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
-    producer_least: int = 32  # registers that a producer thread keeps at least
-    scale_product: int = 0  # 1: the products of scales on the tensor cores too; needs zero_product
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
 
@@ -67,8 +65,8 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What the register file leaves each consumer thread, in steps of 8."""
-        return min(240, (self._registers_per_lane - self.producer_least) // self.row_wgs // 8 * 8)
+        """What the register file leaves each consumer thread, in steps of 8, when producers keep at least 32."""
+        return min(240, (self._registers_per_lane - 32) // self.row_wgs // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
@@ -85,8 +83,8 @@ class Tiles:
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        products = 2 * self.tokens * BLOCK * (self.zero_product + self.scale_product)
-        return self.stage_bytes(has_zero) * self.stages + products + 1024 + 16 * (self.stages + 4)
+        terms = 2 * self.tokens * BLOCK * self.zero_product
+        return self.stage_bytes(has_zero) * self.stages + terms + 1024 + 16 * (self.stages + 2)
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
         """Preprocessor definitions of w4ax_gemm_sm90.cu."""
@@ -100,7 +98,6 @@ class Tiles:
             "BATCH": self.batch,
             "FLIGHT": self.flight,
             "ZERO_PRODUCT": self.zero_product,
-            "SCALE_PRODUCT": self.scale_product,
             "ZERO": int(has_zero),
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,
@@ -192,9 +189,13 @@ def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) 
 class Workspace:
     """Partial sums and flags of tiles that several ctas share. The flags are zero whenever no kernel runs."""
 
+    FLOATS = 4 << 20
+    FLAGS = 4096
+
     def __init__(self, device: int) -> None:
-        self.partials = torch.empty(4 << 20, dtype=torch.float32, device=f"cuda:{device}")
-        self.flags = torch.zeros(4096, dtype=torch.int32, device=f"cuda:{device}")
+        self.partials = torch.empty(self.FLOATS, dtype=torch.float32, device=f"cuda:{device}")
+        self.flags = torch.zeros(self.FLAGS, dtype=torch.int32, device=f"cuda:{device}")
+        self.addresses = (self.partials.data_ptr(), self.flags.data_ptr())
 
 
 _WORKSPACES: dict[tuple[int, int], Workspace] = {}
@@ -217,21 +218,59 @@ def _sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_POINTERS = struct.Struct("<8Q")  # struct Operands of w4ax_gemm_sm90.cu: its pointers,
+_NUMBERS = struct.Struct(f"<4i8i{MASK_WORDS}I")  # and the rest
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a launch that its shapes decide."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of x_codes, x_meta, weight, zero_terms
+    kernel: CompiledKernel
+    ctas: int
+    threads: int
+    shared_bytes: int
+    numbers: bytes
+
+
 @functools.lru_cache(maxsize=4096)
-def _launch_plan(
-    tokens: int, rows: int, blocks: int, has_zero: bool, out_dtype: torch.dtype, device: int, tiles: Tiles | None
-) -> tuple[Plan, CompiledKernel, int]:
-    chosen = tiles or choose_tiles(tokens, rows, blocks)
+def _call(
+    tokens: int,
+    rows: int,
+    blocks: int,
+    record: int,
+    int8_mask: tuple[int, ...],
+    out_dtype: torch.dtype,
+    device: int,
+    tiles: Tiles | None,
+) -> Call:
+    if out_dtype not in OUT_KINDS:
+        raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
+    chosen, has_zero = tiles or choose_tiles(tokens, rows, blocks), record == record_bytes(True)
     plan = make_plan(chosen, tokens, rows, blocks, _sm_count(device))
-    return plan, chosen.kernel(has_zero, out_dtype), chosen.shared_bytes(has_zero)
+    if plan.partial_floats > Workspace.FLOATS or plan.flags > Workspace.FLAGS:
+        raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
+    padded = int8_mask + (0,) * (MASK_WORDS - len(int8_mask))
+    return Call(
+        operand_shapes(tokens, rows, blocks, record),
+        chosen.kernel(has_zero, out_dtype),
+        plan.ctas,
+        chosen.threads,
+        chosen.shared_bytes(has_zero),
+        _NUMBERS.pack(tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, *padded),
+    )
 
 
-_OPERANDS = struct.Struct(f"<8Q4i8i{MASK_WORDS}I")  # struct Operands of w4ax_gemm_sm90.cu
-
-
-@functools.lru_cache(maxsize=4096)
-def _padded_mask(words: tuple[int, ...]) -> tuple[int, ...]:
-    return words + (0,) * (MASK_WORDS - len(words))
+def operand_shapes(tokens: int, rows: int, blocks: int, record: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of x_codes, x_meta, weight and zero_terms."""
+    atoms, row_tiles = token_atoms(tokens), -(-rows // ROW_TILE)
+    return (
+        (blocks, atoms, ATOM_BYTES),
+        (blocks, atoms, META_FLOATS),
+        (row_tiles, blocks, record),
+        (row_tiles, -(-blocks // TERM_BLOCKS), 4, 128, 8),
+    )
 
 
 def check_operands(
@@ -245,22 +284,21 @@ def check_operands(
     mask: Sequence[int],
 ) -> None:
     """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
-    blocks = weight.shape[1]
-    atoms, tiles = token_atoms(tokens), -(-rows // ROW_TILE)
-    expected = {
-        "x_codes": (x_codes, torch.uint8, (blocks, atoms, ATOM_BYTES)),
-        "x_meta": (x_meta, torch.float32, (blocks, atoms, META_FLOATS)),
-        "weight": (weight, torch.uint8, (tiles, blocks, weight.shape[2])),
-        "zero_terms": (zero_terms, torch.bfloat16, (tiles, -(-blocks // TERM_BLOCKS), 4, 128, 8)),
-    }
+    blocks, record = weight.shape[1:]
+    names = ("x_codes", "x_meta", "weight", "zero_terms")
+    kinds = (torch.uint8, torch.float32, torch.uint8, torch.bfloat16)
+    tensors = (x_codes, x_meta, weight, zero_terms)
+    expected = [*zip(names, tensors, kinds, operand_shapes(tokens, rows, blocks, record), strict=True)]
     if bias is not None:
-        expected["bias"] = (bias, bias.dtype, (rows,))
-    for name, (tensor, dtype, shape) in expected.items():
+        expected.append(("bias", bias, bias.dtype, (rows,)))
+    for name, tensor, dtype, shape in expected:
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise CometError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
                 f"{tokens} tokens, {rows} rows and {blocks} blocks need contiguous {dtype} {shape}",
             )
+        if tensor.device != weight.device:
+            raise CometError(f"{name} is on {tensor.device}, the weight on {weight.device}", "move one of them")
     if weight.shape[2] not in (record_bytes(False), record_bytes(True)):
         raise CometError(f"weight records have {weight.shape[2]} bytes", "make them with prepare_weight_sm90")
     if len(mask) != -(-blocks // 32) or len(mask) > MASK_WORDS:
@@ -281,37 +319,39 @@ def launch(
     pdl: bool = True,
 ) -> Tensor:
     """The CUDA implementation of `w4ax_gemm_tiled`; `tiles` overrides the table (tuning)."""
-    check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, int8_mask)
-    if out_dtype not in OUT_KINDS:
-        raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
-    y = torch.empty(tokens, rows, dtype=out_dtype, device=weight.device)
-    if tokens == 0 or rows == 0:
-        return y
-    blocks, has_zero = weight.shape[1], weight.shape[2] == record_bytes(True)
-    device = weight.get_device()
-    plan, kernel, shared = _launch_plan(tokens, rows, blocks, has_zero, out_dtype, device, tiles)
-    workspace = _workspace(device)
-    if plan.partial_floats > workspace.partials.numel() or plan.flags > workspace.flags.numel():
-        raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
+    device, mask = weight.get_device(), tuple(int8_mask)
+    blocks, record = weight.shape[1:]
+    if tokens == 0 or rows == 0 or len(mask) != -(-blocks // 32) or blocks > 32 * MASK_WORDS:
+        check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, mask)
+        return weight.new_empty(tokens, rows, dtype=out_dtype)
+    call = _call(tokens, rows, blocks, record, mask, out_dtype, device, tiles)
+    # The quick form of check_operands, which names the culprit.
+    if not (
+        (x_codes.shape, x_meta.shape, weight.shape, zero_terms.shape) == call.shapes
+        and x_codes.dtype == weight.dtype == torch.uint8
+        and x_meta.dtype == torch.float32
+        and zero_terms.dtype == torch.bfloat16
+        and x_codes.is_contiguous()
+        and x_meta.is_contiguous()
+        and weight.is_contiguous()
+        and zero_terms.is_contiguous()
+        and device == x_codes.get_device() == x_meta.get_device() == zero_terms.get_device()
+        and bias is None
+    ):
+        check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, mask)
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
-    packed = _OPERANDS.pack(
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=weight.device)
+    pointers = _POINTERS.pack(
         weight.data_ptr(),
         zero_terms.data_ptr(),
         x_codes.data_ptr(),
         x_meta.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        workspace.partials.data_ptr(),
-        workspace.flags.data_ptr(),
-        tokens,
-        rows,
-        token_atoms(tokens),
-        weight.shape[0],
-        *plan.schedule,
-        *_padded_mask(tuple(int8_mask)),
+        *_workspace(device).addresses,
     )
-    kernel.launch(plan.ctas, plan.tiles.threads, (packed,), shared_bytes=shared, pdl=pdl)
+    call.kernel.launch(call.ctas, call.threads, (pointers + call.numbers,), shared_bytes=call.shared_bytes, pdl=pdl)
     return y
 
 
@@ -376,8 +416,13 @@ def w4ax_gemm_tiled(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The op behind `w4ax_gemm_tiled_ref`, with the weight as one object."""
-    y: Tensor = torch.ops.comet.w4ax_gemm_tiled(
-        x_codes, x_meta, weight.records, weight.zero_terms, bias, tokens, weight.rows, weight.int8_mask, out_dtype
-    )
+    """The op behind `w4ax_gemm_tiled_ref`, with the weight as one object.
+
+    Outside tracing, plain CUDA tensors skip the dispatcher, which costs as much as all the rest of a launch.
+    """
+    operands = (x_codes, x_meta, weight.records, weight.zero_terms, bias)
+    rest = (tokens, weight.rows, weight.int8_mask, out_dtype)
+    if type(x_codes) is Tensor and x_codes.is_cuda and not torch.compiler.is_compiling():
+        return launch(*operands, *rest)
+    y: Tensor = torch.ops.comet.w4ax_gemm_tiled(*operands, *rest)
     return y

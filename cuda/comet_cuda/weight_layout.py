@@ -113,13 +113,14 @@ def untile_activations_sm90(
 
 def _row_order(rows: Tensor) -> Tensor:
     """[R * 64, ...] -> [R, warp 4, g 8, half 2, ...]: rows in fragment order."""
-    split = rows.unflatten(0, (-1, 4, 4, 2, 2))  # R, warp, g // 2, half, g % 2
+    split: Tensor = rows.unflatten(0, (-1, 4, 4, 2, 2))  # R, warp, g // 2, half, g % 2
     return split.transpose(3, 4).flatten(2, 3)
 
 
 def _row_order_inverse(ordered: Tensor) -> Tensor:
     """[R, 4, 8, 2, ...] -> [R * 64, ...]."""
-    return ordered.unflatten(2, (4, 2)).transpose(3, 4).flatten(0, 4)
+    split: Tensor = ordered.unflatten(2, (4, 2))
+    return split.transpose(3, 4).flatten(0, 4)
 
 
 def tile_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def untile_weight_sm90(records: Tensor, rows: int, block_bits: Tensor) -> tuple[
 
 
 def zero_terms_sm90(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
-    """-zero * scale of every row and block, in exact bf16 halves and fragment order: bf16 [R, ceil(NB / 32), 4, 128, 8].
+    """-zero * scale of each row and block, in exact bf16 halves and fragment order: bf16 [R, ceil(NB / 32), 4, 128, 8].
 
     Args:
         w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB], or None for symmetric weights.
@@ -186,5 +187,7 @@ def zero_terms_sm90(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
     high = product.to(torch.bfloat16)
     low = (product - high.float()).to(torch.bfloat16)
     halves = torch.stack((high, low), dim=1)  # [R * 64, 2, NB padded]
-    split = _row_order(halves).unflatten(-1, (-1, 2, 2, 4, 2))  # R, warp, g, half of rows, part, group, 16s, k 8s, t, k
+    split: Tensor = _row_order(halves).unflatten(
+        -1, (-1, 2, 2, 4, 2)
+    )  # R, warp, g, half of rows, part, group, 16s, k 8s, t, k
     return split.permute(0, 5, 6, 4, 1, 2, 8, 7, 3, 9).reshape(split.shape[0], split.shape[5], 4, 128, 8).contiguous()

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles
 from comet_cuda.weight_layout import (
@@ -14,7 +16,6 @@ from comet_cuda.weight_layout import (
     untile_weight_sm90,
     zero_terms_sm90,
 )
-from torch import Tensor
 
 BLOCK_BITS = torch.tensor([8, 4, 4, 8, 4], dtype=torch.uint8)
 
@@ -96,7 +97,8 @@ def test_zero_terms_lie_in_the_fragment_of_bf16_wgmma_and_are_exact() -> None:
     zero = torch.randint(0, 16, (70, 40), generator=g, dtype=torch.uint8)
     terms = zero_terms_sm90(scale, zero)
     assert terms.shape == (2, 2, 4, 128, 8)
-    for row_tile, group, sixteen, thread, register, k in [(0, 0, 0, 0, 0, 0), (0, 0, 1, 77, 3, 1), (1, 0, 1, 4, 1, 0), (0, 1, 0, 126, 2, 1)]:
+    places = [(0, 0, 0, 0, 0, 0), (0, 0, 1, 77, 3, 1), (1, 0, 1, 4, 1, 0), (0, 1, 0, 126, 2, 1)]
+    for row_tile, group, sixteen, thread, register, k in places:
         warp, lane = divmod(thread, 32)
         quad_row, t = divmod(lane, 4)
         row = 64 * row_tile + warp * 16 + 4 * (quad_row // 2) + quad_row % 2 + 2 * (register % 2)

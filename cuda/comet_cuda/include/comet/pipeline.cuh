@@ -133,12 +133,6 @@ __device__ __forceinline__ float4 load_l2(const float4* at) {
     return v;
 }
 
-__device__ __forceinline__ float2 load_l2(const float2* at) {
-    float2 v;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
-    return v;
-}
-
 // Address of (shared memory + offset) loads, without generic pointers.
 __device__ __forceinline__ uint4 load_shared_16(unsigned at) {
     uint4 v;
@@ -172,10 +166,6 @@ __device__ __forceinline__ unsigned load_shared_2(unsigned at) {
 
 __device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_16(unsigned at, unsigned x, unsigned y, unsigned z, unsigned w) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
 // What this thread has stored to shared memory becomes visible to wgmma and bulk copies.
