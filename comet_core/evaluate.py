@@ -42,6 +42,7 @@ class Subject:
     kv_cache: KVCacheSpec
     int4_mac_fraction: float
     base: str | None
+    calibration: str = "none"
 
 
 @dataclass
@@ -83,6 +84,7 @@ def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
             kv_cache=manifest.recipe.kv_cache,
             int4_mac_fraction=manifest.int4_mac_fraction,
             base=manifest.model["spec"],
+            calibration="{name} ({origin}), {samples} x {seq_len} tokens, seed {seed}".format(**manifest.data),
         )
     source = resolve_model(spec)
     model = load_sixteen(source, device, dtype)
@@ -277,6 +279,7 @@ def _protocol(
         else f"4-bit, keys per {kv.key_granularity}, pages of {kv.page}, {kv.sinks} sinks; "
         f"{int4_key_fraction(length, kv):.1%} of key reads in 4 bit",
         "dtype": str(dtype).removeprefix("torch."),
+        "calibration": subject.calibration,
         "base": subject.note or "16-bit weights",
     }
 

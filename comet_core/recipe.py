@@ -96,7 +96,7 @@ class KVCacheSpec:
 
     bits: int = one_of(4, 16)
     key_granularity: str = one_of("channel", "token")
-    page: int = whole(64, 16, 1024, multiple=16)  # tokens
+    page: int = whole(128, 16, 1024, multiple=16)  # tokens
     sinks: int = whole(4, 0, 256)  # leading tokens kept in 16 bit
 
     def __post_init__(self) -> None:

@@ -170,9 +170,9 @@ def test_decode_attends_with_window_and_softcap() -> None:
         assert torch.allclose(out[0], scores.softmax(-1) @ values[0], atol=1e-5)
 
 
-def test_cached_bytes_of_a_full_page() -> None:
-    """At most 0.28 of bfloat16 for pages of 64 tokens and head dimension 128."""
-    page, dim = 64, 128
+@pytest.mark.parametrize(("page", "dim"), [(128, 64), (128, 128), (64, 128)])
+def test_cached_bytes_of_a_full_page(page: int, dim: int) -> None:
+    """At most 0.28 of bfloat16."""
     cache = allocate_pages(1, 1, 1, dim, page, 4, torch.bfloat16, "cpu")
     stored = sum(
         t.nbytes for t in (cache.k_codes, cache.k_scale, cache.k_min, cache.v_codes, cache.v_scale, cache.v_min)
