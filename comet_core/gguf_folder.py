@@ -14,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comet_core.model_cache import cache_dir, file_sha256
+from comet_core.model_cache import file_sha256
 from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,10 +9,7 @@ import json
 import os
 from pathlib import Path
 
-
-def cache_dir() -> Path:
-    """$COMET_CACHE_DIR, or ~/.cache/comet."""
-    return Path(os.environ.get("COMET_CACHE_DIR") or Path.home() / ".cache" / "comet")
+from comet_cuda.folders import cache_dir
 
 
 def file_sha256(path: Path) -> str:

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comet_core.gguf_folder import gguf_to_folder, origin_note
-from comet_core.model_cache import cache_dir, file_sha256
+from comet_core.model_cache import file_sha256
 from comet_core.recipe_rules import nearest_hint
 from comet_core.weight_reader import ParameterTable, RandomReader, SafetensorsReader, WeightReader, parameter_table
 from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["ModelSource", "WeightReader", "alias_names", "alias_shapes", "cache_dir", "resolve_model"]
+__all__ = ["ModelSource", "WeightReader", "alias_names", "alias_shapes", "resolve_model"]
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never pickles, never code
 HOW_TO_GIVE = "Give a folder with config.json and safetensors, a GGUF file, or --weights random for a dry run."

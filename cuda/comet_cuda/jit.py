@@ -25,6 +25,7 @@ import torch
 
 from comet_cuda.driver import Dim, LoadedKernel
 from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
 
 SOURCE_FOLDER = Path(__file__).parent
 INCLUDE_FOLDER = SOURCE_FOLDER / "include"
@@ -69,8 +70,8 @@ class Configuration:
 
 
 def cache_folder() -> Path:
-    """$COMET_CACHE, or ~/.cache/comet/kernels."""
-    return Path(os.environ.get("COMET_CACHE") or Path.home() / ".cache" / "comet" / "kernels")
+    """Where cubins are kept."""
+    return cache_dir() / "kernels"
 
 
 def _nvrtc() -> Any:

@@ -27,7 +27,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "include" / "comet" / "scale.cuh").write_text("constexpr float kMore = 1.f;\n")
     monkeypatch.setattr(jit, "SOURCE_FOLDER", tmp_path)
     monkeypatch.setattr(jit, "INCLUDE_FOLDER", tmp_path / "include")
-    monkeypatch.setenv("COMET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COMET_CACHE_DIR", str(tmp_path / "cache"))
     jit._compile_cubin.cache_clear()
     return tmp_path
 
@@ -38,7 +38,7 @@ def compile_again(**defines: int) -> jit.Cubin:
 
 
 def cached(folder: Path) -> list[Path]:
-    return sorted((folder / "cache").glob("*.cubin"))
+    return sorted((folder / "cache" / "kernels").glob("*.cubin"))
 
 
 def test_a_cubin_is_compiled_once_and_read_afterwards(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,18 +72,19 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (sources / "file").write_text("")
-    monkeypatch.setenv("COMET_CACHE", str(sources / "file" / "below"))  # a file where a folder should be
+    monkeypatch.setenv("COMET_CACHE_DIR", str(sources / "file" / "below"))  # a file where a folder should be
     assert compile_again(FACTOR=1).code
     assert "stays in memory" in caplog.text
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setenv("COMET_CACHE", str(sources / "cache"))
+    monkeypatch.setenv("COMET_CACHE_DIR", str(sources / "cache"))
     monkeypatch.setattr(jit.os, "replace", full)
     assert compile_again(FACTOR=1).code
     assert not cached(sources)
-    assert not [path for path in (sources / "cache").iterdir() if path.suffix != ".lock"]  # no half-written file left
+    left = (sources / "cache" / "kernels").iterdir()
+    assert not [path for path in left if path.suffix != ".lock"]  # no half-written file left
 
 
 def test_a_source_that_does_not_compile_is_explained(sources: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_source_that_does_not_compile_is_explained(sources: Path) -> None:
 
 def test_processes_share_one_cache(tmp_path: Path) -> None:
     program = (
-        "import os, sys; os.environ['COMET_CACHE'] = sys.argv[1]\n"
+        "import os, sys; os.environ['COMET_CACHE_DIR'] = sys.argv[1]\n"
         "from comet_cuda.jit import compile_cubin; from comet_cuda.w4ax_gemm_sm80 import kernel_defines\n"
         "import torch; print(len(compile_cubin('w4ax_gemm_sm80.cu', 'sm_80',"
         " kernel_defines(8, True, torch.bfloat16, False)).code))\n"
@@ -105,7 +106,7 @@ def test_processes_share_one_cache(tmp_path: Path) -> None:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": folder}) for _ in range(2)]
     sizes = {process.communicate(timeout=120)[0] for process in running}
     assert len(sizes) == 1 and int(sizes.pop()) > 0
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    assert len(list(tmp_path.rglob("*.cubin"))) == 1
 
 
 def test_no_driver_is_one_clear_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
