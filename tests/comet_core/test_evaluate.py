@@ -1,0 +1,51 @@
+"""Perplexity, KL and agreement: sums over exactly the tokens that the protocol names."""
+
+import math
+
+import pytest
+import torch
+
+from comet_core.evaluate import Scores, score_windows
+
+
+def model_of(vocab: int = 97, **changes: object) -> torch.nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=16, final_logit_softcapping=5.0, attn_implementation="eager",
+        **changes,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    return model
+
+
+@torch.no_grad()
+def test_scores_equal_the_models_own_loss() -> None:
+    """The soft cap on logits included: Gemma 2's forward applies it behind lm_head."""
+    model = model_of()
+    tokens = torch.randint(0, 97, (3, 40))
+    scores = Scores()
+    score_windows(model, None, tokens[:1], scores)
+    score_windows(model, None, tokens[1:], scores)
+    assert scores.tokens == 3 * 39
+    assert scores.nll / scores.tokens == pytest.approx(float(model(input_ids=tokens, labels=tokens).loss), rel=1e-5)
+
+
+@torch.no_grad()
+def test_divergence_is_zero_from_itself_and_positive_from_another() -> None:
+    model, other = model_of(), model_of()
+    tokens = torch.randint(0, 97, (2, 30))
+    same, different = Scores(), Scores()
+    score_windows(model, model, tokens, same)
+    assert same.kl == pytest.approx(0, abs=1e-6) and same.agree == same.tokens and same.nll == same.base_nll
+    other.get_output_embeddings().weight.data.mul_(0.5)
+    score_windows(other, model, tokens, different)
+    p = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    q = other(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+    assert different.kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
+    assert different.agree == int((p.argmax(-1) == q.argmax(-1)).sum())
+    assert math.isfinite(different.base_nll) and different.base_nll == pytest.approx(same.nll)
