@@ -6,19 +6,9 @@ from torch import Tensor
 
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles
+from comet_cuda.tiles_sm90 import OUT_KINDS, SHARED_LIMIT, Tiles, choose_tiles, make_plan, tile_table
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.w4ax_gemm_sm90 import (
-    OUT_KINDS,
-    SHARED_LIMIT,
-    Tiles,
-    choose_tiles,
-    int8_mask_words,
-    launch,
-    make_plan,
-    prepare_weight_sm90,
-    tile_table,
-    w4ax_gemm_tiled,
-)
+from comet_cuda.w4ax_gemm_sm90 import int8_mask_words, launch, prepare_weight_sm90, w4ax_gemm_tiled
 from comet_cuda.weight_layout import tile_activations_sm90
 
 BITS = torch.tensor([8, 4, 8, 4, 4], dtype=torch.uint8)
