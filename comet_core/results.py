@@ -175,8 +175,63 @@ def _percent(value: float | None) -> str:
 
 SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made from a quantized file
 
+
+def gemm_table(records: Iterable[Record]) -> str:
+    """Geometric mean, over all measured shapes, of the GEMM's speed-up over bf16 cuBLAS: one row per path and M.
+
+    A figure below 1 is a loss and stands there as one.
+    """
+    key = (
+        "arch",
+        "path",
+        "weight_symmetry",
+        "ablation",
+        "includes_quantize",
+        "int4_fraction",
+        "m",
+        "n",
+        "k",
+        "baseline",
+    )
+    chosen = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and r["speedup"]]
+    groups: dict[str, list[Record]] = {}
+    for record in latest(chosen, key):
+        groups.setdefault(
+            json.dumps([record[name] for name in key[:5]] + [record["m"], record["baseline"]]), []
+        ).append(record)
+    rows = []
+    for found in groups.values():
+        first, ratios = found[0], [record["speedup"] for record in found]
+        rows.append(
+            [
+                f"{first['path']}, {first['provenance']['gpu']}",
+                f"{first['weight_symmetry']}, {first['int4_fraction']:.0%} INT4"
+                + (f", {first['ablation']}" if first["ablation"] else ""),
+                "with quantize_act" if first["includes_quantize"] else "GEMM alone",
+                f"{first['m']:,}",
+                f"{len(found)}",
+                f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{sum(record['bound_fraction'] for record in found) / len(found):.0%}",
+                first["baseline"],
+            ]
+        )
+    header = [
+        "path, GPU",
+        "weights",
+        "what",
+        "M",
+        "shapes",
+        "speed-up, geometric mean",
+        "range",
+        "share of the bound",
+        "over",
+    ]
+    return markdown(header, rows)
+
+
 # marker name -> what stands between the markers
-TABLES: dict[str, Callable[[list[Record]], str]] = {"eval": eval_table}
+TABLES: dict[str, Callable[[list[Record]], str]] = {"eval": eval_table, "gemm": gemm_table}
 
 
 def fill(text: str, records: list[Record]) -> str:

@@ -97,7 +97,7 @@ def plan_launch(rows: int, channels: int, element_bytes: int, sms: int, shared_l
     Few rows, or unaligned ones: one token a cta, and several ctas share it until the GPU has about two ctas a
     multiprocessor. More rows: two tokens a cta (one 32-bit word of two 16-bit channels), while three such ctas fit in
     a multiprocessor's shared memory. Narrow rows that fill the GPU go to ctas of half the threads: more of them load
-    while others compute. The limits were measured on an H200 (results/LOG-quantize.md).
+    while others compute. The limits were measured on an H200 (results/LOG.md).
     """
     blocks = num_blocks(channels)
     row_bytes = blocks * BLOCK * element_bytes

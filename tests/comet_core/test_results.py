@@ -117,6 +117,18 @@ def test_eval_table_puts_16_bit_first_and_takes_the_latest() -> None:
     assert table.count("dequantized from a 4-bit GGUF file") == 1
 
 
+def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None:
+    record = {
+        "kind": "bench", "op": "w4ax_gemm", "arch": "sm_90a", "path": "p", "m": 4, "n": 128, "k": 128,
+        "int4_fraction": 0.84, "weight_symmetry": "asymmetric", "ablation": None, "includes_quantize": False,
+        "median_us": 1.0, "baseline": "cublas_bf16", "baseline_us": 2.0, "speedup": 9.0, "bound_fraction": 0.5,
+        "provenance": {"gpu": "G"},
+    }  # fmt: skip
+    shapes = [record, record | {"speedup": 2.0}, record | {"n": 256, "speedup": 0.5}, record | {"op": "other"}]
+    (row,) = results.gemm_table(shapes).splitlines()[2:]
+    assert [cell.strip() for cell in row.split("|")][4:8] == ["4", "2", "1.00", "0.50 to 2.00"]
+
+
 def test_fill_replaces_only_what_stands_between_markers() -> None:
     text = "before\n<!-- table: eval -->\nold\n<!-- end: eval -->\nafter\n"
     filled = results.fill(text, [eval_record()])
