@@ -104,7 +104,8 @@ def tile_weight_sm80(
     padding = -rows % ROW_TILE
 
     def tiles(x: Tensor) -> Tensor:  # [N, ...] -> [R, 128, ...], missing rows are zero
-        return torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(0, (-1, ROW_TILE))
+        padded = torch.nn.functional.pad(x, (0, 0, 0, padding))
+        return padded.reshape(-1, ROW_TILE, *padded.shape[1:])
 
     codes = unpack_nibbles(tiles(qweight)).unflatten(-1, (blocks, 4, 4, 8))  # R, row, NB, t, word, nibble
     order = torch.tensor(INTERLEAVED, device=codes.device)
