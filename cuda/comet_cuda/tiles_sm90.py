@@ -1,6 +1,6 @@
 """Tiles of the sm_90a GEMM: which variant is compiled, what it takes, and how a problem is dealt to clusters.
 
-In: a problem's size. Out: `Tiles` from tiles_sm90.json, a table that tools/tune_gemm.py's measurements fill, and a
+In: a problem's size. Out: `Tiles` from tiles_sm90.json, a table that cuda/tools/tune_gemm.py's measurements fill, and a
 `Plan`, the launch and the schedule that comet/tile_schedule.cuh walks. Nothing is tuned at run time.
 """
 

@@ -1,6 +1,6 @@
 """Time quantize_act on a GPU, cold and in a graph, and write one record a case.
 
-    python tools/bench_quantize.py --out results/measured/quantize_h200.jsonl
+    python cuda/tools/bench_quantize.py --out results/measured/quantize_h200.jsonl
 
 Every case is first compared with the reference (integers equal; fused forms as the tests demand). The baseline is an
 elementwise kernel (torch.neg) that moves the same number of bytes; the bound is those bytes at its rate on 1 GB.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(SEED)
     provenance = {
-        "command": f"python tools/bench_quantize.py --out {args.out.name}",
+        "command": f"python cuda/tools/bench_quantize.py --out {args.out.name}",
         "git_sha": args.git_sha or output_of("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

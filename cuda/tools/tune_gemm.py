@@ -1,9 +1,9 @@
 """Check, tune and time the sm_90a GEMM on a GPU: one call builds, checks and times many variants.
 
-    python tools/tune_gemm.py check                       # exactness and correctness, every table row
-    python tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
-    python tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
-    python tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
+    python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
+    python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
+    python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
+    python cuda/tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
 
 No time is printed for a variant whose output was not first compared with the reference, and found bit-equal over
 repeated runs. Shapes are all linears with N * K >= 2^24 of the models of the paper.
@@ -21,7 +21,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cuda"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
@@ -310,7 +310,7 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
         return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
 
     provenance = {
-        "command": " ".join(["python", "tools/tune_gemm.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "cuda/tools/tune_gemm.py", *sys.argv[1:]]),
         "git_sha": os.environ.get("COMET_GIT_SHA") or output_of("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
