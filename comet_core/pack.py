@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from comet_core.calibrate import embed_windows, resolve_compute
 from comet_core.calibration import Calibration, GroupPlan, load_calibration
-from comet_core.decoder import Decoder, is_tied, layer_linears, permute_rows
+from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows
 from comet_core.hidden import HiddenStates
 from comet_core.kv_cache import attention_name
 from comet_core.ledger import Ledger, PackedInfo
@@ -39,7 +39,7 @@ from comet_core.progress import Progress
 from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
 from comet_core.quantize_group import OutputMemo, Windows, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest
-from comet_core.shards import INDEX, all_finite, read_shard, shard_name, write_atomic, write_shard
+from comet_core.shards import INDEX, read_shard, shard_name, write_atomic, write_shard
 from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
 
@@ -296,7 +296,7 @@ class _Job:
                 quantized, found = quantize_group(layer, names, plan, spec, windows)
                 notes += [note | {"linear": f"{prefix}.{note['linear']}"} for note in found]
                 for name, weight in quantized.items():
-                    linear = linears[name]
+                    linear = linears.pop(name)  # its 16-bit weight is not needed any more
                     leaves = linear_tensors(weight, plan, linear.bias, folded=item.folded)
                     entries[f"{prefix}.{name}"] = asdict(
                         LinearEntry(

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.calibration import BROKEN
-from comet_core.decoder import build_empty, is_tied
+from comet_core.decoder import all_finite, build_empty, is_tied
 from comet_core.kv_cache import attention_name
 from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
 from comet_core.recipe import Recipe, recipe_from_dict
-from comet_core.shards import DAMAGED, all_finite, read_shard, shard_files, tensor_sha256
+from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
 from comet_cuda.errors import CometError
 
 FORMAT_VERSION = 1

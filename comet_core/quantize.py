@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet_core.decoder import all_finite
 from comet_core.plan import BlockPlan
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK, code_max, split_blocks, symmetric_qmax
@@ -166,11 +167,15 @@ def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[Quantiz
         rest[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
         codes.append(block_codes)
         grids.append(grid)
+    del factored, upper  # as large as the Hessian
     return _assemble(codes, grids, spec), damping
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
-    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds."""
+    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds.
+
+    No more than two matrices of the Hessian's size are held beside it: of a wide linear each is as large as a layer.
+    """
     diagonal = hessian.diagonal()
     mean = diagonal[diagonal > 0].mean() if bool((diagonal > 0).any()) else diagonal.new_tensor(1.0)
     dead = diagonal <= 0  # zero padding and channels that never fired: no error to move, none to receive
@@ -179,10 +184,13 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | N
         damped.diagonal().add_(mean * damping)
         damped.diagonal()[dead] = mean
         lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not int(failed):
             inverse = torch.cholesky_inverse(lower)  # type: ignore[no-untyped-call]
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not int(failed) and bool(torch.isfinite(upper).all()):
+            del inverse
+            if not int(failed) and all_finite(upper):
                 return upper, damping
         damping *= 10
     return None
@@ -214,10 +222,14 @@ class Hessian:
         self.matrix.addmm_(scaled.T, scaled)
 
     def rotate(self, plan: BlockPlan) -> None:
-        """R H R^T with the plan's rotation R: cheaper once on the sum than on every row."""
-        if plan.hadamard:
-            for _ in range(2):  # rows of the transpose are columns
-                self.matrix = rotate_int4(split_blocks(self.matrix), plan.block_bits).flatten(1).T.contiguous()
+        """R H R^T with the plan's rotation R: cheaper once on the sum than on every row. In place, block by block."""
+        if not plan.hadamard:
+            return
+        for rows in self.matrix.split(BLOCK):
+            rows.copy_(rotate_int4(split_blocks(rows), plan.block_bits).flatten(1))
+        for rows, bits in zip(self.matrix.split(BLOCK), plan.block_bits.tolist(), strict=True):
+            if bits == 4:
+                rows.copy_(hadamard_blocks(rows.T.contiguous()).T)
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

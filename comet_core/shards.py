@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comet_core.calibration import BROKEN
+from comet_core.decoder import all_finite
 from comet_cuda.errors import CometError
 
 INDEX = "model.safetensors.index.json"
@@ -37,13 +38,6 @@ def shard_name(index: int, count: int) -> str:
 def tensor_sha256(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes in row-major order."""
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor Inf, looked at in pieces so that no mask of its size is made."""
-    if not tensor.is_floating_point():
-        return True
-    return all(bool(torch.isfinite(part).all()) for part in tensor.detach().flatten().split(1 << 20))
 
 
 def write_atomic(path: Path, content: str) -> None:
