@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.plan import BlockPlan
-from comet_core.quantize import QuantizedWeight
+from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
+from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK, num_blocks, split_blocks
 from comet_cuda.quantize_act import quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
+
+CHUNK = 1 << 20  # values of an embedding that are converted at once
 
 
 class W4AxLinear(nn.Module):
@@ -146,3 +149,31 @@ class Int8Embedding(nn.Module):
         rows = (codes * self.w_scale[tokens].float()[..., None]).flatten(-2)[..., : self.width]
         embedded: Tensor = (rows * self.factor).to(self.dtype)
         return embedded
+
+
+def sixteen_bit(parameter: Tensor) -> Tensor:
+    """What stays unquantized is stored in bfloat16, or float16 where that holds it exactly and bfloat16 does not."""
+    value = parameter.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(part.to(dtype).to(value.dtype), part) for part in value.flatten().split(CHUNK)):
+            return value.to(dtype)
+    return value.to(torch.bfloat16)
+
+
+def eight_bit(weight: Tensor) -> QuantizedWeight:
+    """8-bit weights rounded to nearest, one scale per row and 128 channels; a piece of the rows at a time."""
+    rows, columns = weight.shape
+    identity = torch.arange(columns, dtype=torch.int32)
+    bits = torch.full((-(-columns // BLOCK),), 16, dtype=torch.uint8)
+    plan = BlockPlan(identity, bits, torch.ones_like(bits, dtype=torch.float32), False)
+    spec = WeightSpec(bits=8, method="rtn", clip_search=False)
+    codes = torch.empty(rows, BLOCK * len(bits), dtype=torch.int8)
+    scale = torch.empty(rows, len(bits), dtype=torch.bfloat16)
+    importance = torch.ones(BLOCK * len(bits))
+    step = max(1, CHUNK // columns)
+    for start in range(0, rows, step):
+        part = quantize_rtn(to_storage(weight[start : start + step], plan), importance, spec)
+        codes[start : start + step], scale[start : start + step] = part.qweight, part.scale
+    return QuantizedWeight(codes, scale, None)

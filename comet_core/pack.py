@@ -23,7 +23,7 @@ from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, perm
 from comet_core.hidden import HiddenStates
 from comet_core.kv_cache import attention_name
 from comet_core.ledger import Ledger, PackedInfo
-from comet_core.linear import linear_tensors, replace_linear, unquantized_input
+from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
 from comet_core.model_source import ModelSource
 from comet_core.packed import (
     FORMAT_VERSION,
@@ -36,14 +36,10 @@ from comet_core.packed import (
 )
 from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
-from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
 from comet_core.quantize_group import OutputMemo, Windows, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest
 from comet_core.shards import INDEX, read_shard, shard_name, write_atomic, write_shard
-from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
-
-CHUNK = 1 << 20  # values of an embedding that are converted at once
 
 
 @torch.no_grad()
@@ -185,7 +181,13 @@ class _Job:
         return self.ledger.finish(self.source, self.calibration, self.recipe, self.out)
 
     def _check_groups(self) -> None:
-        """The calibration's groups must be every linear of every layer of this model, once."""
+        """The calibration must fit the model: its groups every linear of every layer once, its tokens known ones."""
+        token, size = int(self.calibration.tokens.max()), self.source.config.get_text_config().vocab_size
+        if token >= size:
+            raise CometError(
+                f"the calibration holds token {token}, the vocabulary of {self.source.name} ends before {size}",
+                "run `comet calibrate` again",
+            )
         wanted = {
             (f"{self.decoder.layer_prefix}.{index}.{name}", linear.in_features)
             for index, layer in enumerate(self.decoder.layers)
@@ -277,7 +279,8 @@ class _Job:
         linears = layer_linears(layer)
         packed = {name for item in groups for name in item.quantized}
         kept = {name: p for name, p in layer.named_parameters() if name.rpartition(".")[0] not in packed}
-        self._put_sixteen(layer, "", {name: _sixteen(p) for name, p in kept.items()})  # as a later run will find them
+        rounded = {name: sixteen_bit(p) for name, p in kept.items()}
+        self._put_sixteen(layer, "", rounded)  # as a later run will find them
         for item in groups:
             for name in item.group.producers:
                 permute_rows(linears[name], item.plan.perm.long().to(self.decoder.device))
@@ -310,7 +313,7 @@ class _Job:
                     )
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
                     replace_linear(layer, name, leaves, plan.hadamard)
-        tensors |= {f"{prefix}.{name}": _sixteen(parameter) for name, parameter in layer.named_parameters()}
+        tensors |= {f"{prefix}.{name}": sixteen_bit(parameter) for name, parameter in layer.named_parameters()}
         shard_notes = {"linears": entries, "layers": notes}
         write_shard(self._shard(index), tensors, shard_notes)
         self.ledger.record(self._shard(index), tensors, shard_notes)
@@ -357,9 +360,9 @@ class _Job:
                 if not all_finite(stored):
                     raise CometError(f"{name}.{leaf}: holds NaN or Inf", "the checkpoint is damaged; fetch it again")
                 if bits == 16 or leaf != "weight":
-                    tensors[f"{name}.{leaf}"] = _sixteen(stored)
+                    tensors[f"{name}.{leaf}"] = sixteen_bit(stored)
                     continue
-                weight = _eight_bit(stored)
+                weight = eight_bit(stored)
                 rows, columns = stored.shape
                 tensors |= {f"{name}.qweight": weight.qweight, f"{name}.w_scale": weight.scale}
                 if module is head:
@@ -369,31 +372,3 @@ class _Job:
         notes = {"linears": entries, "layers": []}
         write_shard(self._shard(self.count - 1), tensors, notes)
         self.ledger.record(self._shard(self.count - 1), tensors, notes)
-
-
-def _sixteen(parameter: Tensor) -> Tensor:
-    """What stays unquantized is stored in bfloat16, or float16 where that holds it exactly and bfloat16 does not."""
-    value = parameter.detach()
-    if value.dtype in (torch.bfloat16, torch.float16):
-        return value
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(part.to(dtype).to(value.dtype), part) for part in value.flatten().split(CHUNK)):
-            return value.to(dtype)
-    return value.to(torch.bfloat16)
-
-
-def _eight_bit(weight: Tensor) -> QuantizedWeight:
-    """8-bit weights rounded to nearest, one scale per row and 128 channels; a piece of the rows at a time."""
-    rows, columns = weight.shape
-    identity = torch.arange(columns, dtype=torch.int32)
-    bits = torch.full((-(-columns // BLOCK),), 16, dtype=torch.uint8)
-    plan = BlockPlan(identity, bits, torch.ones_like(bits, dtype=torch.float32), False)
-    spec = WeightSpec(bits=8, method="rtn", clip_search=False)
-    codes = torch.empty(rows, BLOCK * len(bits), dtype=torch.int8)
-    scale = torch.empty(rows, len(bits), dtype=torch.bfloat16)
-    importance = torch.ones(BLOCK * len(bits))
-    step = max(1, CHUNK // columns)
-    for start in range(0, rows, step):
-        part = quantize_rtn(to_storage(weight[start : start + step], plan), importance, spec)
-        codes[start : start + step], scale[start : start + step] = part.qweight, part.scale
-    return QuantizedWeight(codes, scale, None)

@@ -15,7 +15,7 @@ LAYERS = {
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
-    "calibration", "calibrate", "quantize", "quantize_group", "linear", "kv_cache", "shards", "packed", "model_card",
+    "calibration", "calibrate", "quantize", "linear", "quantize_group", "kv_cache", "shards", "packed", "model_card",
     "ledger", "pack",
     "runner", "evaluate", "bench",
 )  # fmt: skip
