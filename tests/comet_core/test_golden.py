@@ -1,0 +1,30 @@
+"""The packed folder of format_version 1 loads for ever and means what it meant."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from comet_core.packed import FORMAT_VERSION, load_packed
+from comet_core.shards import tensor_sha256
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
+
+def test_the_golden_folder_of_version_1_means_what_it_meant() -> None:
+    torch.set_num_threads(1)
+    expected = json.loads((GOLDEN / "packed-v1.json").read_text())
+    packed = load_packed(GOLDEN / "packed-v1", verify=True)
+    state = packed.model.state_dict()
+    found = {name: tensor_sha256(state[name]) for name in expected["sha256_of_integers"]}
+    assert found == expected["sha256_of_integers"]
+    assert sum(name.endswith("qweight") for name in found) == len(packed.manifest.linears) == 14
+    with torch.no_grad():
+        logits = packed.model(input_ids=torch.tensor(expected["tokens"]), use_cache=False).logits[0, -3:]
+    torch.testing.assert_close(logits, torch.tensor(expected["last_logits"]), rtol=1e-4, atol=1e-4)
+    assert float(logits.std()) > 0.02, "logits near zero would agree with anything"
+
+
+def test_every_format_version_has_its_golden_folder() -> None:
+    versions = {json.loads(path.read_text())["format_version"] for path in GOLDEN.glob("packed-v*/comet.json")}
+    assert versions == set(range(1, FORMAT_VERSION + 1))
