@@ -44,18 +44,23 @@ def llama(**changes: Any) -> Any:
     return LlamaConfig(**(shapes | changes))
 
 
-def save_model(folder: Path, config: Any, seed: int = 0) -> Path:
-    """A float32 model whose norms are not all ones, so nothing is stored exactly by luck; with tokenizer and text."""
+def save_model(folder: Path, config: Any, factors: dict[str, float] | None = None) -> Path:
+    """A float32 model whose norms are not all ones, so nothing is stored exactly by luck; with tokenizer and text.
+
+    Args:
+        factors: by parameter name, what its random values are multiplied by.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
+            parameter.mul_((factors or {}).get(name, 1.0))
             assert parameter.abs().sum() > 0, name
     model.save_pretrained(folder)
     alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -86,13 +91,13 @@ def through(source: "ModelSource", recipe: "Recipe", home: Path) -> Packed:
 
 @pytest.fixture(scope="session")
 def put_through(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
-    """(config, recipe or its name) -> a saved random model, calibrated and packed."""
+    """(config, recipe or its name, factors of `save_model`) -> a saved random model, calibrated and packed."""
     from comet_core.model_source import resolve_model
     from comet_core.recipe import load_recipe
 
-    def run(config: Any, recipe: Any = "w4a4kv4") -> Packed:
+    def run(config: Any, recipe: Any = "w4a4kv4", factors: dict[str, float] | None = None) -> Packed:
         home = tmp_path_factory.mktemp("tiny")
-        folder = save_model(home / "model", config)
+        folder = save_model(home / "model", config, factors)
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         return through(resolve_model(str(folder)), short(recipe, folder), home)
 

@@ -6,6 +6,7 @@ is four times the bound. Allocations from 256 KiB up go back to the system when 
 because what counts here is what the program holds, not what the C library keeps for later.
 """
 
+import errno
 import json
 import os
 import subprocess
@@ -86,3 +87,32 @@ def test_calibrate_and_pack_hold_two_layers_a_shard_and_two_hessians(tmp_path: P
     peaks = f"calibrate {calibrated / MIB:.1f}, pack {packed / MIB:.1f}, bound {bound / MIB:.1f} MiB"
     print(peaks)
     assert max(calibrated, packed) <= bound, peaks
+
+
+def test_hidden_states_over_the_limit_live_in_a_file_that_nothing_leaves_behind(tmp_path: Path) -> None:
+    import torch
+
+    from comet_core.hidden import HiddenStates
+
+    cpu, values = torch.device("cpu"), torch.randn(5, 7, 3)
+    spilled = HiddenStates((5, 7, 3), dtype=torch.float32, device=cpu, limit=0, spill_folder=tmp_path)
+    assert spilled.spilled
+    assert not list(tmp_path.iterdir())
+    for start, stop in spilled.ranges():
+        spilled.write(start, stop, values[start:stop])
+    assert torch.equal(spilled.read(0, 5), values)
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from comet_core.hidden import HiddenStates
+    from comet_cuda.errors import CometError
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CometError, match="GiB for the hidden states cannot be reserved"):
+        HiddenStates((5, 7, 3), dtype=torch.float32, device=torch.device("cpu"), limit=0, spill_folder=tmp_path)
+    assert not list(tmp_path.iterdir())
