@@ -5,6 +5,7 @@ process leaves. Two kinds of moments: every single change of the folder (half of
 an unlink), one kill each, the next run going on from there; and moments that nothing in the program chose.
 """
 
+import errno
 import os
 import random
 import shutil
@@ -215,3 +216,25 @@ def test_a_folder_with_other_files_is_left_alone(model: Any, tmp_path: Path) -> 
     with pytest.raises(CometError, match="cannot be written"):
         model.pack(tmp_path / "file" / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "thesis.txt"]
+
+
+@pytest.mark.parametrize("written", [0, 2, 6])
+def test_a_full_disk_is_an_error_and_packing_goes_on_later(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    left, sync = [None] * written, os.fsync
+
+    def full(descriptor: int) -> None:
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left.pop()
+        sync(descriptor)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(CometError, match="cannot be written") as error:
+        patch.setattr(os, "fsync", full)
+        model.pack(out)
+    assert "free disk space" in error.value.hint
+    assert not list(out.glob("*.tmp"))
+    model.pack(out)
+    assert files(out) == files(model.packed)

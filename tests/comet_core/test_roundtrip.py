@@ -14,6 +14,7 @@ from comet_core.packed import PackedModel, load_packed
 from comet_core.recipe import load_recipe, recipe_from_dict, recipe_to_dict
 from comet_core.safetensors_files import read_header
 from comet_core.shards import tensor_sha256
+from comet_cuda.errors import CometError
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +243,22 @@ def test_families_go_through(put_through: Any, family: str) -> None:
     state = packed.model.state_dict()
     integers = {name for name in packed.manifest.sha256 if name.endswith((".qweight", ".w_zero", ".perm"))}
     assert all(tensor_sha256(state[name]) == packed.manifest.sha256[name] for name in integers)
+
+
+EXTREMES = {
+    "a dead input": {"model.layers.0.input_layernorm.weight": 0.0},
+    "a zero linear": {"model.layers.0.self_attn.o_proj.weight": 0.0, "model.layers.1.mlp.up_proj.weight": 0.0},
+    "weights under the range of float16": {"model.layers.0.mlp.up_proj.weight": 1e-9},
+    "activations above the range of float16": {"model.layers.1.post_attention_layernorm.weight": 3e4},
+}
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_extreme_values_go_through(put_through: Any, llama_config: Any, kind: str) -> None:
+    made = put_through(llama_config(), "w4a4kv4", EXTREMES[kind])
+    assert cosine_to_16_bit(made) > 0.8
+
+
+def test_a_checkpoint_with_nan_is_refused(llama_config: Any, put_through: Any) -> None:
+    with pytest.raises(CometError, match=r"layers\.1\.mlp\.up_proj\.weight: holds NaN or Inf"):
+        put_through(llama_config(), "w4a4kv4", {"model.layers.1.mlp.up_proj.weight": float("nan")})
