@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from comet_core.recipe import load_recipe, recipe_from_dict, recipe_to_dict
 from comet_core.safetensors_files import read_header
 from comet_core.shards import tensor_sha256
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import quantize_act
+from comet_cuda.w4ax_gemm import weight_integers
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,32 @@ def test_a_packed_layer_equals_the_fake_quantized_one(loaded: PackedModel) -> No
         x[:, 5] *= 50  # an outlier channel
         exact, ours = linear.fake_quantized(x), linear(x)
         assert float((ours - exact).norm() / exact.norm()) <= 1e-5, name
+
+
+def test_given_the_same_codes_the_whole_model_equals_the_dequantized_one(smol: Any) -> None:
+    """Integers times scales, block by block, against one float product, through all layers and the 4-bit cache."""
+    packed, dense = (load_packed(smol.packed).model for _ in range(2))
+    codes: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def recorded(name: str, linear: W4AxLinear, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, linear.in_features)
+        codes[name] = quantize_act(rows, linear.perm, linear.block_bits, linear.act_clip, linear.hadamard)
+        return W4AxLinear.forward(linear, x)
+
+    def replayed(name: str, linear: W4AxLinear, x: Tensor) -> Tensor:
+        integers, scale = codes[name]
+        weight = weight_integers(linear.qweight, linear.w_zero) * linear.w_scale.float()[..., None]
+        y = (integers * scale[..., None]).flatten(1) @ weight.flatten(1).T
+        return y.view(*x.shape[:-1], linear.out_features)
+
+    for model, run in ((packed, recorded), (dense, replayed)):
+        for name, linear in linears(model).items():
+            linear.forward = partial(run, name, linear)  # type: ignore[method-assign]
+    x = tokens(4, 200)
+    ours, theirs = (logits(model, x).log_softmax(-1) for model in (packed, dense))
+    assert len(codes) == len(linears(packed)) > 0
+    assert float(kl(theirs, ours).mean()) <= 1e-4
+    assert float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()) >= 0.995
 
 
 def test_the_whole_model_equals_the_fake_quantized_one(put_through: Any, llama_config: Any) -> None:
