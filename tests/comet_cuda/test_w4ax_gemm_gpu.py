@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 import tune_gemm
 
 from comet_cuda import w4ax_gemm_sm90 as gemm
