@@ -23,14 +23,12 @@ class ChannelStats:
     Attributes:
         tokens: rows seen.
         absmax: f32 [K].
-        square_sum: f64 [K], sum of x^2.
         weighted_square_sum: f64 [K], sum of x^2 / |row|^2: the Hessian diagonal when every token counts the same.
         sample: f32 [S, K], rows kept.
     """
 
     tokens: int
     absmax: Tensor
-    square_sum: Tensor
     weighted_square_sum: Tensor
     sample: Tensor
 
@@ -42,14 +40,13 @@ class ChannelStats:
         energy = square.sum(1, keepdim=True)
         weighted = square / torch.where(energy > 0, energy, torch.ones_like(energy))
         rows = torch.linspace(0, x.shape[0] - 1, min(keep, x.shape[0]), device=x.device).round().long()
-        return cls(x.shape[0], x.abs().amax(0), square.sum(0), weighted.sum(0), x[rows].clone())
+        return cls(x.shape[0], x.abs().amax(0), weighted.sum(0), x[rows].clone())
 
     def merge(self, other: "ChannelStats") -> "ChannelStats":
         """Statistics of both token sets together."""
         return ChannelStats(
             self.tokens + other.tokens,
             torch.maximum(self.absmax, other.absmax),
-            self.square_sum + other.square_sum,
             self.weighted_square_sum + other.weighted_square_sum,
             torch.cat((self.sample, other.sample)),
         )
