@@ -21,6 +21,8 @@ def doctor(json: options.Json = False) -> None:
         return
     console.table("This machine", [{"what": key, "value": value} for key, value in facts.items()])
     console.table("Paths", paths)
+    if paths[0]["gpu"] != "none":
+        console.talk("these are the kernels' own paths; the layers of a packed model still run the reference ops")
 
 
 def versions() -> dict[str, str]:

@@ -95,11 +95,6 @@ def device_arch(device: int) -> str:
     return arch_of(device_capability(device))
 
 
-def activation_layout(capability: tuple[int, int]) -> str:
-    """The tiled activation layout that this GPU's GEMM reads: the name of its path."""
-    return family_of(capability).name
-
-
 def paths(capability: tuple[int, int]) -> list[tuple[str, str, str]]:
     """Each op's path on a GPU of this capability, and why: (op, path, reason). Raises CometError below 8.0."""
     family = family_of(capability)
