@@ -35,6 +35,7 @@ from comet_core.progress import Progress
 from comet_core.recipe import LinearSpec, Recipe
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import QUAD
 
 
 def resolve_compute(device: str, dtype: str) -> tuple[str, torch.dtype]:
@@ -238,9 +239,16 @@ def _plan_group(m: _Measured) -> GroupPlan:
     else:
         bits = torch.full((total,), m.spec.activations.bits if m.quantized else 16, dtype=torch.uint8)
     hadamard = m.spec.activations.hadamard and bool((bits == 4).any())
-    plan = BlockPlan(m.perm, bits, clip_values(bits, m.spec.activations), hadamard)
+    plan = BlockPlan(m.perm, bits, clip_values(bits, m.spec.activations), hadamard, _share(m, bits))
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
+
+
+def _share(m: _Measured, bits: Tensor) -> int:
+    """How many blocks share a scale: 1 where there is none to share, or where tensor-parallel ranks would cut quads."""
+    if not bool((bits == 4).any()) or (m.choice.segments > 1 and len(bits) // m.choice.segments % QUAD):
+        return 1
+    return m.spec.activations.share
 
 
 def _all_cost(m: _Measured) -> int:

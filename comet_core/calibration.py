@@ -20,7 +20,7 @@ from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # What json, pathlib and torch raise on damaged input.
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
 MANIFEST, STATISTICS = "calibration.json", "statistics.safetensors"
@@ -59,7 +59,7 @@ class Calibration:
         """Digest of the tokens and of every plan: two calibrations with equal ones pack into the same bytes."""
         whole = hashlib.sha256(self.tokens.numpy().tobytes())
         for item in self.groups:
-            whole.update(f"{item.layer} {item.group} {item.quantized} {item.plan.hadamard}".encode())
+            whole.update(f"{item.layer} {item.group} {item.quantized} {item.plan.hadamard} {item.plan.share}".encode())
             for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip):
                 whole.update(tensor.numpy().tobytes())
         return whole.hexdigest()
@@ -98,6 +98,7 @@ def save(calibration: Calibration, out: Path) -> None:
                 "group": asdict(item.group),
                 "quantized": item.quantized,
                 "hadamard": item.plan.hadamard,
+                "share": item.plan.share,
                 "report": item.report,
             }
         )
@@ -179,7 +180,7 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
     absmax = tensors[f"{key}.absmax"]
     if absmax.dtype != torch.float32 or absmax.shape != perm.shape or not bool((absmax >= 0).all()):
         raise ValueError(f"{key}.absmax must be {group.in_channels} values from 0 up")
-    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]))
+    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), {1: 1, 4: 4}[item["share"]])
     return GroupPlan(int(item["layer"]), group, tuple(item["quantized"]), plan, absmax, dict(item["report"]))
 
 

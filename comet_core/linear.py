@@ -1,8 +1,12 @@
 """W4AxLinear: a linear layer on packed weights, and putting such layers into a model.
 
-Forward is quantize_act -> w4ax_gemm, on whatever device the tensors are on; with 16-bit activations the weights are
-decoded and multiplied as they are.
+Forward is quantize_act -> w4ax_gemm: the kernels on a GPU, which read weights in that GPU's own layout (made at first
+use), the references on a CPU. With 16-bit activations the weights are decoded and multiplied as they are; 8-bit weights
+have the reference only.
 """
+
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +15,7 @@ from comet_core.plan import BlockPlan
 from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK, num_blocks, split_blocks
+from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
 from comet_cuda.quantize_act import quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
@@ -21,7 +26,7 @@ class W4AxLinear(nn.Module):
     """y = x W^T + bias with W packed. K in_features, N out_features, NB = ceil(K / 128).
 
     Buffers (their names are the checkpoint's): qweight, w_scale, w_zero (or None), block_bits, perm (or None when the
-    producer's rows carry the permutation), act_clip, bias (or None).
+    producer's rows carry the permutation), act_clip, act_unit (or None), bias (or None).
     """
 
     qweight: Tensor
@@ -30,24 +35,49 @@ class W4AxLinear(nn.Module):
     block_bits: Tensor
     perm: Tensor | None
     act_clip: Tensor
+    act_unit: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, tensors: dict[str, Tensor], hadamard: bool) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, tensors: dict[str, Tensor], hadamard: bool, share: int = 1
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.hadamard = in_features, out_features, hadamard
-        for name in ("qweight", "w_scale", "w_zero", "block_bits", "perm", "act_clip", "bias"):
+        self.in_features, self.out_features, self.hadamard, self.share = in_features, out_features, hadamard, share
+        for name in ("qweight", "w_scale", "w_zero", "block_bits", "perm", "act_clip", "act_unit", "bias"):
             self.register_buffer(name, tensors.get(name))
         self.act_bits = int(self.block_bits.max())  # 16: weight-only
+        self._prepared: PreparedLinear | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._prepared = None  # it belongs to the device that the tensors leave
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    @property
+    def inputs(self) -> ActivationFormat:
+        """How the layer's input becomes codes."""
+        return ActivationFormat(self.perm, self.block_bits, self.act_clip, self.hadamard, self.share, self.act_unit)
+
+    def prepared(self) -> PreparedLinear:
+        """The layer in the layout of the GPU that it is on (made once)."""
+        if self._prepared is None:
+            self._prepared = prepare_linear(self.qweight, self.w_scale, self.w_zero, self.inputs)
+        return self._prepared
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float [..., K] -> the same type [..., N]."""
         rows = x.reshape(-1, self.in_features)
         if self.act_bits == 16:
             y = self._weight_only(rows)
+        elif rows.is_cuda and self.qweight.dtype == torch.uint8:
+            y = self.prepared()(rows, self.bias)
         else:
-            qx, sx = quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard)
+            qx, sx = self._quantize(rows)
             y = w4ax_gemm(qx, sx, self.qweight, self.w_scale, self.w_zero, self.block_bits, self.bias, x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard, self.share, self.act_unit)
 
     def _weight_only(self, rows: Tensor) -> Tensor:
         weight = weight_integers(self.qweight, self.w_zero) * self.w_scale.float()[..., None]
@@ -61,7 +91,7 @@ class W4AxLinear(nn.Module):
         if self.act_bits == 16:
             blocks = to_blocks(rows, self.perm).float()
         else:
-            codes, scale = quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard)
+            codes, scale = self._quantize(rows)
             blocks = codes.float() * scale[..., None]
         y = blocks.flatten(1) @ weight.flatten(1).T
         y = y if self.bias is None else y + self.bias.float()
@@ -82,9 +112,17 @@ def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None
         "block_bits": plan.block_bits,
         "perm": None if folded else plan.perm,
         "act_clip": plan.clip,
+        "act_unit": _unit(plan),
         "bias": bias,
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+
+
+def _unit(plan: BlockPlan) -> Tensor | None:
+    """What is stored of a plan's units: nothing where no block shares its scale."""
+    if plan.share == 1:
+        return None
+    return torch.ones_like(plan.clip) if plan.unit is None else plan.unit
 
 
 def unquantized_input(in_features: int) -> dict[str, Tensor]:
@@ -93,12 +131,14 @@ def unquantized_input(in_features: int) -> dict[str, Tensor]:
     return {"block_bits": torch.full((blocks,), 16, dtype=torch.uint8), "act_clip": torch.ones(blocks)}
 
 
-def replace_linear(parent: nn.Module, name: str, tensors: dict[str, Tensor], hadamard: bool) -> W4AxLinear:
+def replace_linear(
+    parent: nn.Module, name: str, tensors: dict[str, Tensor], hadamard: bool, share: int = 1
+) -> W4AxLinear:
     """Put a W4AxLinear with these tensors in place of the linear `name` (dotted) of `parent`."""
     old = parent.get_submodule(name)
     assert isinstance(old, nn.Linear)
     owner, _, leaf = name.rpartition(".")
-    new = W4AxLinear(old.in_features, old.out_features, tensors, hadamard)
+    new = W4AxLinear(old.in_features, old.out_features, tensors, hadamard, share)
     setattr(parent.get_submodule(owner), leaf, new)
     return new
 
@@ -121,6 +161,7 @@ def expected_shapes(
         "w_scale": (torch.bfloat16, (out_features, blocks)),
         "block_bits": (torch.uint8, (blocks,)),
         "act_clip": (torch.float32, (blocks,)),
+        "act_unit": (torch.float32, (blocks,)),
         "perm": (torch.int32, (in_features,)),
     }
     if weight_bits == 4 and not symmetric:

@@ -309,10 +309,11 @@ class _Job:
                             spec.symmetric,
                             plan.hadamard,
                             item.folded,
+                            plan.share,
                         )
                     )
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
-                    replace_linear(layer, name, leaves, plan.hadamard)
+                    replace_linear(layer, name, leaves, plan.hadamard, plan.share)
         tensors |= {f"{prefix}.{name}": sixteen_bit(parameter) for name, parameter in layer.named_parameters()}
         shard_notes = {"linears": entries, "layers": notes}
         write_shard(self._shard(index), tensors, shard_notes)

@@ -7,7 +7,8 @@
   tokenizer files, README.md         as the source had them; a model card
 
 Canonical and un-tiled: one checkpoint serves every GPU architecture. A packed linear `L` has L.qweight, L.w_scale,
-L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it) and L.bias (if any).
+L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it), L.act_unit (if blocks
+share scales) and L.bias (if any).
 A shard that exists under its final name is complete; config.json is written last, so a folder that has one is whole.
 Nothing that a folder says is believed unchecked: manifest, config, shards and model must agree on every tensor.
 """
@@ -28,11 +29,12 @@ from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replac
 from comet_core.recipe import Recipe, recipe_from_dict
 from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import QUAD
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: shared activation scales
 MANIFEST = "comet.json"
 STARTED = "packing.json"  # what a folder holds while packing is under way
-PACK_TENSORS = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "perm")
+PACK_TENSORS = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "act_unit", "perm")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class LinearEntry:
     symmetric: bool
     hadamard: bool
     folded: bool  # the permutation stands in the producer's rows
+    share: int = 1  # blocks that share activation scales up to powers of two: 1 or 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def _entry(name: str, given: dict[str, Any]) -> LinearEntry:
     entry = LinearEntry(**given)
     sizes, flags = (entry.in_features, entry.out_features), (entry.symmetric, entry.hadamard, entry.folded)
     whole = all(type(size) is int and size > 0 for size in sizes) and all(type(flag) is bool for flag in flags)
-    if not whole or entry.weight_bits not in (4, 8):
+    if not whole or entry.weight_bits not in (4, 8) or type(entry.share) is not int or entry.share not in (1, QUAD):
         raise ValueError(f"{name}: {given}")
     return entry
 
@@ -137,6 +140,8 @@ def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> N
     wanted = expected_shapes(entry.in_features, entry.out_features, entry.weight_bits, entry.symmetric)
     if entry.folded:
         del wanted["perm"]
+    if entry.share == 1:
+        del wanted["act_unit"]
     for leaf, (dtype, shape) in wanted.items():
         if leaf not in tensors:
             raise CometError(f"{name}.{leaf}: is missing", DAMAGED)
@@ -160,6 +165,9 @@ def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> N
     clip = tensors["act_clip"]
     if not bool(((clip > 0) & (clip <= 1)).all()):
         raise CometError(f"{name}.act_clip: holds a value outside (0, 1]", DAMAGED)
+    unit = tensors.get("act_unit")
+    if unit is not None and not bool((torch.isfinite(unit) & (unit > 0)).all()):
+        raise CometError(f"{name}.act_unit: holds a value that is not finite and positive", DAMAGED)
     if "w_zero" in tensors and int(tensors["w_zero"].max()) > 15:
         raise CometError(f"{name}.w_zero: holds a zero point above 15", DAMAGED)
     if "perm" in tensors:
@@ -196,7 +204,7 @@ def put_linears(
         if linear.bias is not None and "bias" not in leaves:
             raise CometError(f"{name}.bias: is missing", DAMAGED)
         check_linear(name, leaves, entry)
-        replace_linear(parent, inside, leaves, entry.hadamard)
+        replace_linear(parent, inside, leaves, entry.hadamard, entry.share)
 
 
 def _linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear:

@@ -29,12 +29,17 @@ class BlockPlan:
         block_bits: uint8 [NB], 4 or 8 (16 everywhere: activations are not quantized).
         clip: f32 [NB], share of the absolute maximum that the largest code stands for.
         hadamard: INT4 blocks are rotated (weights too, offline).
+        share: 1, or 4: the INT4 blocks of a quad share their scale up to powers of two (comet_cuda/quantize_act.py).
+        unit: f32 [NB] or None (ones); with share 4, an INT4 block's typical scale over its quad's mean. Weights are
+            multiplied by it before they are quantized.
     """
 
     perm: Tensor
     block_bits: Tensor
     clip: Tensor
     hadamard: bool
+    share: int = 1
+    unit: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class ActivationSpec:
     bits: int = one_of(4, 8, 16)  # of the blocks that are not outlier blocks
     clip: float = number(0.9, 0, 1, open_low=True)  # share of absmax that code 7 stands for (INT4 blocks)
     hadamard: bool = flag(True)  # rotate INT4 blocks
+    share: int = one_of(1, 4)  # neighbouring INT4 blocks whose scales differ by powers of two only
 
     def __post_init__(self) -> None:
         check_fields(self, "activations")

@@ -1,8 +1,9 @@
-"""The packed folder of format_version 1 loads for ever and means what it meant."""
+"""The packed folders of every format_version load for ever and mean what they meant."""
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from comet_core.packed import FORMAT_VERSION, load_packed
@@ -11,10 +12,11 @@ from comet_core.shards import tensor_sha256
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
 
-def test_the_golden_folder_of_version_1_means_what_it_meant() -> None:
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION + 1))
+def test_a_golden_folder_means_what_it_meant(version: int) -> None:
     torch.set_num_threads(1)
-    expected = json.loads((GOLDEN / "packed-v1.json").read_text())
-    packed = load_packed(GOLDEN / "packed-v1", verify=True)
+    expected = json.loads((GOLDEN / f"packed-v{version}.json").read_text())
+    packed = load_packed(GOLDEN / f"packed-v{version}", verify=True)
     state = packed.model.state_dict()
     found = {name: tensor_sha256(state[name]) for name in expected["sha256_of_integers"]}
     assert found == expected["sha256_of_integers"]
@@ -22,6 +24,7 @@ def test_the_golden_folder_of_version_1_means_what_it_meant() -> None:
     with torch.no_grad():
         logits = packed.model(input_ids=torch.tensor(expected["tokens"]), use_cache=False).logits[0, -3:]
     torch.testing.assert_close(logits, torch.tensor(expected["last_logits"]), rtol=1e-4, atol=1e-4)
+    assert {entry.share for entry in packed.manifest.linears.values()} == ({1} if version == 1 else {1, 4})
     assert float(logits.std()) > 0.02, "logits near zero would agree with anything"
 
 

@@ -1,11 +1,11 @@
-"""Makes tests/golden/packed-v1: a packed folder of format_version 1 that every later COMET must load.
+"""Makes tests/golden/packed-vN: a packed folder of the current format_version N that every later COMET must load.
 
-Run once, from the repository root: PYTHONPATH=cuda:. python tests/golden/make_packed_v1.py
-The folder is never made again: a reader that changes is tested against the bytes that users have.
+Run once for each version, from the repository root: PYTHONPATH=cuda:. python tests/golden/make_packed.py
+A folder is never made again: a reader that changes is tested against the bytes that users have.
 """
 
 import json
-import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from transformers import LlamaConfig
 from comet_core.calibrate import calibrate
 from comet_core.model_source import resolve_model
 from comet_core.pack import pack
-from comet_core.packed import load_packed
+from comet_core.packed import FORMAT_VERSION, load_packed
 from comet_core.progress import SilentProgress
-from comet_core.recipe import load_recipe, with_calibration
+from comet_core.recipe import load_recipe, recipe_from_dict, recipe_to_dict, with_calibration
 from comet_core.shards import tensor_sha256
 
 HERE = Path(__file__).parent
-OUT = HERE / "packed-v1"
+OUT = HERE / f"packed-v{FORMAT_VERSION}"
 TOKENS = [[7, 3, 61, 12, 0, 44, 44, 5, 18, 33, 2, 9, 50, 27, 63, 1] * 6]  # 96: one whole page of keys and a part
 
 
@@ -32,11 +32,14 @@ def main() -> None:
         num_key_value_heads=1, head_dim=64, max_position_embeddings=256, attention_bias=True, bos_token_id=0,
         eos_token_id=1, pad_token_id=None,
     )  # fmt: skip
-    shutil.rmtree(OUT, ignore_errors=True)
+    if OUT.exists():
+        sys.exit(f"error: {OUT} exists\nhint: golden folders are not made again; raise FORMAT_VERSION first")
     with tempfile.TemporaryDirectory() as home:
         config.save_pretrained(Path(home) / "golden")
         source = resolve_model(str(Path(home) / "golden"), weights="random", seed=1)
-        recipe = with_calibration(load_recipe("w4a4kv4"), samples=8, seq_len=32)
+        default = recipe_to_dict(load_recipe("w4a4kv4"))
+        default["activations"] |= {"share": 4}  # with every kind of tensor that the format has
+        recipe = with_calibration(recipe_from_dict(default), samples=8, seq_len=32)
         calibrate(source, recipe, Path(home) / "calibration", device="cpu", progress=SilentProgress())
         pack(source, Path(home) / "calibration", None, OUT, device="cpu", progress=SilentProgress())
     (HERE / f".{OUT.name}.lock").unlink(missing_ok=True)
@@ -47,7 +50,7 @@ def main() -> None:
         name: tensor_sha256(tensor) for name, tensor in model.state_dict().items() if not tensor.is_floating_point()
     }
     expected = {"tokens": TOKENS, "last_logits": logits.tolist(), "sha256_of_integers": integers}
-    (HERE / "packed-v1.json").write_text(json.dumps(expected, indent=1) + "\n")
+    OUT.with_suffix(".json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
 if __name__ == "__main__":
