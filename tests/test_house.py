@@ -17,7 +17,8 @@ ORDER = (  # inside comet_core: each file may import only those before it
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
     "calibration", "calibrate", "quantize", "linear", "quantize_group", "kv_cache", "shards", "packed", "model_card",
     "ledger", "pack",
-    "runner", "evaluate", "bench",
+    "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
+    "runner", "step_breakdown", "bench_serving", "evaluate", "bench",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
 
