@@ -4,6 +4,8 @@ Token t of a sequence is a sink (t < sinks, kept in 16 bit) or lies in page (t -
 (t - sinks) % page. Values are quantized per token and head at once. Keys wait in 16 bit in the sequence's open page;
 when its last slot fills, the page is quantized per channel, with one range per head and channel over its tokens.
 Because a range never spans two pages, prefill in one shot, in chunks, and token by token give the same cache.
+
+On a CPU the cache lies as `KV4Pages` says; on a GPU the codes of a page are tiled (kv4_layout.py).
 """
 
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from comet_cuda.affine import choose_minmax_qparams, quantize_minmax
 from comet_cuda.int4 import pack_nibbles
+from comet_cuda.library import define_op
 
 KV_BITS = 4
 PARAM_DTYPE = torch.float16  # 11 significant bits: keys may have a large mean and a small range
@@ -33,9 +36,27 @@ class KV4Pages:
     v_sink: Tensor  # 16-bit [S, H, sinks, D]
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order above: how the ops take a cache."""
+        return (
+            self.k_codes, self.k_scale, self.k_min, self.v_codes, self.v_scale, self.v_min,
+            self.k_open, self.k_sink, self.v_sink,
+        )  # fmt: skip
+
+    @property
     def page(self) -> int:
         """Tokens a page."""
         return self.k_codes.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """H."""
+        return self.k_codes.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.k_open.shape[3]
 
     @property
     def sinks(self) -> int:
@@ -89,13 +110,15 @@ def kv4_append_ref(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_ta
 
     Args:
         k, v: float [N, H, D], keys after the rotary embedding. Tokens of one sequence come in ascending position.
-        slot: int [N], the sequence slot of each token.
+        slot: int [N], the sequence slot of each token; a token of a negative slot is skipped (padding of a batch).
         position: int [N], the token's position in its sequence, from 0, without gaps between calls.
         page_table: int [S, pages a sequence], page number in the pool, by sequence slot and page index.
         cache: the layer's cache.
     """
     for i in range(k.shape[0]):
         s, t = int(slot[i]), int(position[i]) - cache.sinks
+        if s < 0:
+            continue
         if t < 0:
             cache.k_sink[s, :, t], cache.v_sink[s, :, t] = k[i], v[i]  # t counts from the end: -sinks .. -1
             continue
@@ -109,3 +132,30 @@ def kv4_append_ref(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_ta
             codes, scale, minimum = quantize_key_page(cache.k_open[s])
             cache.k_codes[page] = pack_nibbles(codes)
             cache.k_scale[page], cache.k_min[page] = scale, minimum
+
+
+# How a schema takes a cache that is written.
+CACHE_SCHEMA = (
+    "Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) k_min, Tensor(d!) v_codes, Tensor(e!) v_scale,"
+    " Tensor(f!) v_min, Tensor(g!) k_open, Tensor(h!) k_sink, Tensor(i!) v_sink"
+)
+
+
+def _append(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, *cache: Tensor) -> None:
+    kv4_append_ref(k, v, slot, position, page_table, KV4Pages(*cache))
+
+
+def _fake(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, *cache: Tensor) -> None:
+    return None
+
+
+define_op(
+    f"kv4_append(Tensor k, Tensor v, Tensor slot, Tensor position, Tensor page_table, {CACHE_SCHEMA}) -> ()",
+    _append,
+    _fake,
+)
+
+
+def kv4_append(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, cache: KV4Pages) -> None:
+    """The op behind `kv4_append_ref`, on whatever device the cache is on; on a GPU index tensors are int32."""
+    torch.ops.comet.kv4_append(k, v, slot, position, page_table, *cache.tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 from comet_cuda.affine import dequantize_minmax
 from comet_cuda.int4 import unpack_nibbles
 from comet_cuda.kv4_append import KV4Pages
+from comet_cuda.library import define_op
 
 
 def gather_sequence(cache: KV4Pages, slot: int, length: int, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,18 +43,21 @@ def kv4_decode_ref(
     softmax_scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    max_length: int = 0,
 ) -> Tensor:
     """Attention of the newest token of each sequence.
 
     Args:
         q: float [N, Hq, D], after the rotary embedding; Hq is a multiple of the kv heads.
-        slot: int [N], sequence slots.
+        slot: int [N], sequence slots; a row of a negative slot is padding and becomes zeros.
         length: int [N], tokens in the cache of each sequence, the newest included; at least 1.
         page_table: int [S, pages a sequence].
         cache: the layer's cache, the newest token already appended.
         softmax_scale: factor on q . k, usually D**-0.5.
         window: if positive, only the newest `window` tokens are read.
         softcap: if positive, scores become softcap * tanh(scores / softcap).
+        max_length: no sequence is longer; 0 is what the page table holds. Plans the launch only: the result's last
+            bits depend on it, nothing else.
 
     Returns:
         q's type [N, Hq, D]; softmax and sums in float32.
@@ -61,6 +65,9 @@ def kv4_decode_ref(
     rows = []
     for i in range(q.shape[0]):
         s, n = int(slot[i]), int(length[i])
+        if s < 0:
+            rows.append(torch.zeros_like(q[i], dtype=torch.float32))
+            continue
         keys, values = gather_sequence(cache, s, n, page_table[s])
         repeat = q.shape[1] // keys.shape[0]
         keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
@@ -71,3 +78,57 @@ def kv4_decode_ref(
             scores[:, : max(n - window, 0)] = float("-inf")
         rows.append(torch.einsum("ht,htd->hd", scores.softmax(-1), values))
     return torch.stack(rows).to(q.dtype)
+
+
+def _decode(
+    q: Tensor,
+    slot: Tensor,
+    length: Tensor,
+    page_table: Tensor,
+    cache: list[Tensor],
+    softmax_scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_length: int = 0,
+) -> Tensor:
+    return kv4_decode_ref(q, slot, length, page_table, KV4Pages(*cache), softmax_scale, window, softcap, max_length)
+
+
+def _fake(
+    q: Tensor,
+    slot: Tensor,
+    length: Tensor,
+    page_table: Tensor,
+    cache: list[Tensor],
+    softmax_scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_length: int = 0,
+) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+define_op(
+    "kv4_decode(Tensor q, Tensor slot, Tensor length, Tensor page_table, Tensor[] cache, float softmax_scale,"
+    " int window=0, float softcap=0.0, int max_length=0) -> Tensor",
+    _decode,
+    _fake,
+)
+
+
+def kv4_decode(
+    q: Tensor,
+    slot: Tensor,
+    length: Tensor,
+    page_table: Tensor,
+    cache: KV4Pages,
+    softmax_scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_length: int = 0,
+) -> Tensor:
+    """The op behind `kv4_decode_ref`, on whatever device the cache is on; on a GPU index tensors are int32."""
+    out: Tensor = torch.ops.comet.kv4_decode(
+        q, slot, length, page_table, list(cache.tensors), softmax_scale, window, softcap, max_length
+    )
+    return out
