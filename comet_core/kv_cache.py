@@ -5,7 +5,8 @@ is complete and comes before t's page, else in 16 bit; values always in 4 bit; t
 Pages are counted from each sequence's first real token, so padding never enters a range and never moves a page.
 
 The function quantizes what the model's own cache hands it, so it holds no state: the codes of a page depend on the
-page's tokens alone, and quantizing them again gives the same codes.
+page's tokens alone, and quantizing them again gives the same codes. A cache that keeps 4-bit pages itself attaches its
+layer to the keys it hands over (`PAGED`), and answers for the attention.
 """
 
 import torch
@@ -15,6 +16,8 @@ from comet_core.recipe import KVCacheSpec
 from comet_cuda.affine import dequantize_minmax
 from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import quantize_key_page, quantize_tokens
+
+PAGED = "comet_layer"  # attribute of a key tensor that holds only new tokens: the cache layer that holds the others
 
 
 def attention_name(spec: KVCacheSpec) -> str:
@@ -41,7 +44,11 @@ def attention_name(spec: KVCacheSpec) -> str:
                 f"{type(module).__name__}: learned attention sinks are not supported with a 4-bit KV cache"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = kv4_attention(query, key, value, attention_mask, spec, scale, softcap or 0.0)
+        paged = getattr(key, PAGED, None)
+        if paged is not None:
+            out = paged.attend(query, key, value, attention_mask, scale, softcap or 0.0)
+        else:
+            out = kv4_attention(query, key, value, attention_mask, spec, scale, softcap or 0.0)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
@@ -63,7 +70,9 @@ def _mask_with_starts(
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)  # type: ignore[arg-type, assignment, misc]
     if attention_mask is not None and attention_mask.dim() == 2:
-        mask.comet_starts = attention_mask.to(torch.uint8).argmax(1).tolist()  # type: ignore[attr-defined]
+        starts, real = attention_mask.to(torch.uint8).argmax(1), attention_mask.sum(1)
+        mask.comet_starts = starts.tolist()  # type: ignore[attr-defined]
+        mask.comet_gaps = bool((starts + real != attention_mask.shape[1]).any())  # type: ignore[attr-defined]
     return mask
 
 
@@ -139,14 +148,14 @@ def _attend_from(
             mixed[:, :, first + done : first + before] = key4[:, :, done:before]
         done = before
         end = min(first + before + spec.page, key.shape[2])  # nothing after the own page is read
-        out[:, :, low:high] = _attend(
+        out[:, :, low:high] = attend(
             query[:, :, low:high], mixed[:, :, :end], v4[:, :, :end], mask[:, :, low:high, :end], scale, softcap
         )
         low = high
     return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """Plain masked attention; kv heads are repeated to the query heads."""
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:

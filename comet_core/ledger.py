@@ -20,6 +20,9 @@ from comet_core.recipe import Recipe, digest, recipe_to_dict
 from comet_core.shards import INDEX, tensor_sha256, write_atomic
 from comet_cuda.errors import CometError
 
+# A transformers that does not know COMET would skip the unknown quant_method with a warning and go on with random
+# weights. It checks this key of config.json for every model and stops with an error that quotes it.
+GUARD = "none, because COMET packed this model: `import comet_core` (pip install comet-w4a4kv4) before you load it"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -92,6 +95,7 @@ class Ledger:
             "recipe": recipe.name,
             "recipe_digest": manifest.recipe_digest,
         }
+        config["experts_implementation"] = GUARD
         write_atomic(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
         (out / STARTED).unlink(missing_ok=True)
         return self._summary(manifest, f"{found.layer_prefix}.", out)

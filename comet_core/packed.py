@@ -194,7 +194,7 @@ def put_linears(
     """Replace linears of `parent` (called `prefix` in the model) by packed ones, after checking their tensors."""
     for name, leaves in packed.items():
         entry, inside = entries[name], name.removeprefix(f"{prefix}.") if prefix else name
-        linear = _linear_of(parent, inside, name)
+        linear = linear_of(parent, inside, name)
         if (linear.in_features, linear.out_features) != (entry.in_features, entry.out_features):
             raise CometError(
                 f"{name}: the manifest says {entry.in_features} x {entry.out_features}, config.json implies "
@@ -207,7 +207,7 @@ def put_linears(
         replace_linear(parent, inside, leaves, entry.hadamard, entry.share)
 
 
-def _linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear:
+def linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear:
     """The linear called `inside` in `parent`; `name` is its full name, for the error."""
     try:
         found = parent.get_submodule(inside)
@@ -242,7 +242,7 @@ def load_packed(
     manifest = read_manifest(folder)
     model = _empty_model(folder, manifest, dtype)
     for name in manifest.linears:
-        _linear_of(model, name, name)
+        linear_of(model, name, name)
     seen: set[str] = set()
     for shard in shard_files(folder):
         tensors, _ = read_shard(shard)

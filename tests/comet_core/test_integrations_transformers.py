@@ -1,0 +1,270 @@
+"""A packed folder in transformers: the same logits as load_packed, generation on 4-bit pages, saving, and the guard."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import comet_core  # noqa: F401 - what registers the quantizer
+from comet_core.packed import load_packed
+from comet_cuda.errors import CometError
+
+if TYPE_CHECKING:
+    from conftest import Packed
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def same_logits(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    x = tokens(2, 150)
+    assert torch.equal(model(input_ids=x).logits, load_packed(folder, dtype=dtype).model(input_ids=x).logits)
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_pretrained_gives_the_model_of_load_packed(tiny: "Packed", dtype: torch.dtype) -> None:
+    same_logits(opened(tiny.packed, dtype=dtype), tiny.packed, dtype)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}])
+def test_device_map(tiny: "Packed", device_map: Any) -> None:
+    same_logits(opened(tiny.packed, device_map=device_map), tiny.packed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_eight_bit_embedding_and_head(
+    put_through: Callable[..., "Packed"], llama_config: Callable[..., Any], tied: bool, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from comet_core.recipe import load_recipe
+
+    recipe = replace(load_recipe("w4a4kv4"), embedding_bits=8, lm_head_bits=8)
+    made = put_through(llama_config(tie_word_embeddings=tied), recipe)
+    model = opened(made.packed)
+    same_logits(model, made.packed)
+    model.save_pretrained(tmp_path / "again")
+    same_logits(opened(tmp_path / "again"), made.packed)
+
+
+@pytest.mark.parametrize("max_shard_size", ["10GB", "200KB"])
+def test_saved_again_it_is_a_packed_folder(tiny: "Packed", tmp_path: Path, max_shard_size: str) -> None:
+    from comet_core.ledger import GUARD
+
+    opened(tiny.packed).save_pretrained(tmp_path / "again", max_shard_size=max_shard_size)
+    assert load_packed(tmp_path / "again", verify=True).manifest.recipe.name == "w4a4kv4"
+    same_logits(load_packed(tmp_path / "again").model, tiny.packed)
+    same_logits(opened(tmp_path / "again"), tiny.packed)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["experts_implementation"] == GUARD
+
+
+def test_sixteen_bit_cache(put_through: Callable[..., "Packed"], llama_config: Callable[..., Any]) -> None:
+    made = put_through(llama_config(), "w4a16")
+    model = opened(made.packed)
+    assert model.config._attn_implementation == "sdpa"
+    same_logits(model, made.packed)
+    assert model.generate(input_ids=tokens(1, 5), max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+@torch.no_grad()
+def test_generation_fills_four_bit_pages_and_says_what_a_full_pass_prefers(tiny: "Packed") -> None:
+    model = opened(tiny.packed)
+    x = tokens(2, 140)  # default pages hold 128 tokens after 4 sinks
+    out = model.generate(
+        input_ids=x, attention_mask=torch.ones_like(x), max_new_tokens=130, do_sample=False, eos_token_id=None,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    cache = out["cache"] if "cache" in out else out["past_key_values"]
+    assert type(cache).__name__ == "KV4Cache"
+    assert cache.get_seq_length() == 269
+    logits = model(input_ids=out.sequences, use_cache=False).logits
+    assert torch.equal(logits[:, 139:-1].argmax(-1), out.sequences[:, 140:])
+
+
+@torch.no_grad()
+def test_pages_take_a_quarter_of_the_memory(tiny: "Packed") -> None:
+    from comet_core.evaluate import cache_argument
+    from comet_core.integrations.paged_cache import cache_for
+
+    model = opened(tiny.packed, dtype=torch.bfloat16)
+    cache = cache_for(model)
+    assert cache is not None
+    length = 4 + 128 * 40
+    model.model.config.max_position_embeddings = length
+    model(input_ids=tokens(1, length), **{cache_argument(model): cache}, logits_to_keep=1)
+    config = model.config
+    sixteen = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length
+    open_page = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (128 + 2 * 4)
+    assert cache.nbytes - open_page < 0.28 * sixteen
+    assert cache.nbytes < 0.30 * sixteen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [[30, 1, 1, 200, 1, 37], [270], [1] * 3 + [129, 129, 9]])
+def test_any_chunking_gives_one_shot_logits(tiny: "Packed", chunks: list[int]) -> None:
+    from comet_core.evaluate import cache_argument
+    from comet_core.integrations.paged_cache import cache_for
+
+    model = opened(tiny.packed)
+    x = tokens(2, 270)
+    cache = cache_for(model)
+    parts = [
+        model(input_ids=part, **{cache_argument(model): cache}).logits for part in x.split(chunks, 1)
+    ]
+    whole = model(input_ids=x, use_cache=False).logits
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-4)
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_token(tiny: "Packed") -> None:
+    model = opened(tiny.packed)
+    long, short = tokens(1, 150), tokens(1, 111, seed=1)
+    x = torch.cat((long, torch.cat((torch.zeros(1, 39, dtype=torch.long), short), 1)))
+    mask = torch.ones_like(x)
+    mask[1, :39] = 0
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    both = model.generate(input_ids=x, attention_mask=mask, pad_token_id=0, **options)
+    alone = model.generate(input_ids=short, attention_mask=torch.ones_like(short), **options)
+    assert torch.equal(both[1, 150:], alone[0, 111:])
+    mask[0, -1] = 0
+    with pytest.raises(CometError, match="pads on the right"):
+        model.generate(input_ids=x, attention_mask=mask, pad_token_id=0, **options)
+
+
+@torch.no_grad()
+def test_beams_are_reordered(tiny: "Packed") -> None:
+    from transformers import DynamicCache
+
+    from comet_core.evaluate import cache_argument
+
+    model = opened(tiny.packed)
+    x = tokens(1, 130)
+    options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "eos_token_id": None}
+    paged = model.generate(input_ids=x, attention_mask=torch.ones_like(x), **options)
+    plain = model.generate(
+        input_ids=x, attention_mask=torch.ones_like(x), **{cache_argument(model): DynamicCache()}, **options
+    )
+    assert torch.equal(paged, plain)
+
+
+def test_pipeline(tiny: "Packed") -> None:
+    from transformers import AutoTokenizer, pipeline
+
+    pipe = pipeline("text-generation", model=opened(tiny.packed), tokenizer=AutoTokenizer.from_pretrained(tiny.packed))
+    by_folder = pipeline("text-generation", model=str(tiny.packed), dtype=torch.float32)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert pipe("the cat", **options) == by_folder("the cat", **options)
+
+
+def test_lm_eval(tiny: "Packed") -> None:
+    lm_eval = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    model = lm_eval.HFLM(pretrained=str(tiny.packed), dtype="float32", device="cpu", batch_size=2)
+    pairs = [("the cat sat on", " the mat"), ("the dog", " lay by the door")]
+    found = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)], True)
+    packed = load_packed(tiny.packed).model
+    for (context, continuation), (score, _) in zip(pairs, found, strict=True):
+        ids = model.tokenizer(context + continuation, return_tensors="pt").input_ids
+        length = len(model.tokenizer(continuation).input_ids)
+        with torch.no_grad():
+            log_p = packed(input_ids=ids).logits[0].log_softmax(-1)
+        expected = log_p[-length - 1 : -1].gather(1, ids[0, -length:, None]).sum()
+        assert score == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_attention_can_be_switched_off(tiny: "Packed") -> None:
+    model = opened(tiny.packed)
+    model.set_attn_implementation("sdpa")
+    out = model.generate(input_ids=tokens(1, 5), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    assert "DynamicCache" in {type(value).__name__ for value in out.values()}
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (lambda f: (f / "comet.json").unlink(), "no packed model"),
+        (lambda f: swap(f, "model.layers.0.mlp.up_proj.w_scale", lambda t: t * 0), "w_scale"),
+        (lambda f: swap(f, "model.norm.weight", None), "model.norm.weight is missing"),
+        (lambda f: swap(f, "model.layers.1.self_attn.q_proj.qweight", None), "qweight"),
+    ],
+)
+def test_damage_is_an_error(tiny: "Packed", tmp_path: Path, harm: Callable[[Path], None], word: str) -> None:
+    folder = copied(tiny.packed, tmp_path / "bad")
+    harm(folder)
+    with pytest.raises(CometError, match=word):
+        opened(folder)
+
+
+def swap(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """Change or remove one tensor of a packed folder."""
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(folder / index[name])
+    old = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(old)
+    save_file(tensors, folder / index[name], metadata={"format": "pt"})
+
+
+LOAD = """
+import sys
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], **eval(sys.argv[2]))
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("loaded", "comet_core" in sys.modules)
+"""
+
+
+def in_a_process(code: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("cli", "cuda", "."))}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "options", ["{}", "{'attn_implementation': 'sdpa'}", "{'dtype': 'bfloat16', 'trust_remote_code': True}"]
+)
+def test_without_comet_it_is_an_error_that_says_what_to_do(tiny: "Packed", options: str) -> None:
+    said = in_a_process(LOAD, str(tiny.packed), options)
+    assert said.startswith("ValueError")
+    assert "import comet_core" in said
+
+
+@pytest.mark.parametrize("first", ["comet_core", "transformers", "transformers.quantizers.auto"])
+def test_import_in_any_order(tiny: "Packed", first: str) -> None:
+    said = in_a_process(f"import {first}\nimport comet_core\n{LOAD}", str(tiny.packed), "{}")
+    assert said == "loaded True\n"
+
+
+def test_importing_comet_core_is_free() -> None:
+    code = "import sys, comet_core\nprint(sorted({'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)))"
+    assert in_a_process(code) == "[]\n"
