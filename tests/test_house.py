@@ -15,10 +15,11 @@ LAYERS = {
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
-    "calibration", "calibrate", "quantize", "linear", "quantize_group", "kv_cache", "shards", "packed", "model_card",
+    "calibration", "calibrate", "replay", "quantize", "descent", "linear", "moments", "quantize_group", "kv_cache", "shards", "packed", "model_card",
     "ledger", "pack",
     "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
-    "runner", "step_breakdown", "bench_serving", "evaluate", "bench",
+    "runner", "step_breakdown", "bench_peers",
+    "bench_kernel", "bench_plots", "bench_serving", "evaluate", "bench",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
 

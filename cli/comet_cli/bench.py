@@ -1,5 +1,6 @@
 """`comet bench`: how fast the kernels and whole models run on this GPU. Each kind of benchmark is a sub-command."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +36,12 @@ def batch_sizes(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise CometError(f"--batch {text} is not a list of batch sizes", "For example --batch 1,16,256.")
     return [int(part) for part in parts]
+
+
+def check_record_file(record: Path | None) -> None:
+    """Raise CometError if records cannot go to this file."""
+    if record is not None and record.suffix != ".jsonl":
+        raise CometError(f"--record {record}: records go to a file that ends in .jsonl", f"--record {record}.jsonl")
 
 
 def require_gpu() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from comet_cli import bench, calibrate, console, demo, doctor, evaluate, pack
+from comet_cli import bench, bench_kernel, calibrate, console, demo, doctor, evaluate, pack
 from comet_cuda.errors import CometError
 
 GO_ON = {  # command -> what Ctrl-C leaves behind
@@ -62,6 +62,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("pack")(pack.pack)
 app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
+bench.app.command("kernel")(bench_kernel.kernel)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 
