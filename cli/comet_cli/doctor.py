@@ -2,7 +2,11 @@
 
 import os
 import platform
+import re
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from comet_cli import console, options
 from comet_cuda.errors import CometError
@@ -12,8 +16,24 @@ PACKAGES = ("comet-w4a4kv4", "torch", "transformers", "safetensors", "datasets",
             "nvidia-cuda-nvrtc", "lm-eval", "vllm")  # fmt: skip
 
 
-def doctor(json: options.Json = False) -> None:
-    """Print versions, GPU, folders and which path each op takes here."""
+def doctor(
+    build: Annotated[bool, typer.Option("--build", help="Compile every kernel now instead of at first use.")] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="With --build: for another GPU than this one's.", metavar="8.0|8.6|8.9|9.0|...")
+    ] = None,
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Remove the compiled kernels.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Print versions, GPU, folders and which path each op takes here; compile kernels ahead of time, or remove them."""
+    if clear_cache:
+        from comet_cuda.kernels import clear_cache as clear
+
+        count, size = clear()
+        console.talk(f"removed {count} compiled kernels, {console.human_bytes(size)}")
+    if build or arch is not None:
+        build_kernels(arch)
+    if clear_cache or build or arch is not None:
+        return
     facts = {**versions(), **devices(), **folders()}
     paths = op_paths()
     if json:
@@ -21,8 +41,32 @@ def doctor(json: options.Json = False) -> None:
         return
     console.table("This machine", [{"what": key, "value": value} for key, value in facts.items()])
     console.table("Paths", paths)
-    if paths[0]["gpu"] != "none":
-        console.talk("these are the kernels' own paths; the layers of a packed model still run the reference ops")
+
+
+def build_kernels(wanted: str | None) -> None:
+    """Compile what a GPU of compute capability `wanted` (this machine's first GPU if None) may launch; NVRTC alone is
+    needed, no GPU."""
+    if wanted is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise CometError("no GPU is here to build kernels for", "Name one: comet doctor --build --arch 9.0")
+        capability = torch.cuda.get_device_capability()
+    elif (found := re.fullmatch(r"(\d+)\.(\d)", wanted)) is None:
+        raise CometError(
+            f"--arch {wanted} is no compute capability", "For example --arch 9.0 (H100, H200) or --arch 8.0 (A100)."
+        )
+    else:
+        capability = int(found[1]), int(found[2])
+    from comet_cuda.dispatch import arch_of
+    from comet_cuda.kernels import all_configurations, build
+
+    arch = arch_of(capability)
+    work = all_configurations(capability)
+    with console.progress().task(f"compile for {arch}", len(work)) as task:
+        for _ in build(arch, work):
+            task.advance()
+    console.talk(f"{len(work)} kernels for {arch} are in {cache_dir() / 'kernels'}")
 
 
 def versions() -> dict[str, str]:

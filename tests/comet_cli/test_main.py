@@ -260,3 +260,18 @@ def test_doctor_names_the_path_of_each_gpu_and_one_that_is_too_old(monkeypatch: 
     rows = doctor.op_paths()
     assert {row["op"]: row["path"] for row in rows if row["gpu"] == "0"}["w4ax_gemm"] == "sm_90"
     assert [row["path"] for row in rows if row["gpu"] == "1"] == ["none"]
+
+
+def test_doctor_builds_kernels_ahead_and_clears_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from comet_cuda import kernels, w4ax_gemm_sm80
+
+    monkeypatch.setenv("COMET_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "all_configurations", lambda _: w4ax_gemm_sm80.configurations(True)[:2])
+    assert comet("doctor", "--build", "--arch", "12.0")[0] == 0
+    assert len(list((tmp_path / "kernels").glob("*-sm_120-*.cubin"))) == 2
+    code, _, err = comet("doctor", "--clear-cache")
+    assert code == 0 and "removed 2 compiled kernels" in err
+    assert not list((tmp_path / "kernels").glob("*.cubin"))
+    for arch in ("7.5", "nine"):
+        assert comet("doctor", "--build", "--arch", arch)[0] == 2

@@ -1,0 +1,47 @@
+"""Packed layers on a GPU: the kernels behind W4AxLinear against the references behind it on the CPU."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from comet_core.linear import W4AxLinear
+from comet_core.packed import load_packed
+
+pytestmark = pytest.mark.gpu
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300])
+def test_every_layer_gives_what_the_reference_gives(version: int, tokens: int) -> None:
+    model = load_packed(GOLDEN / f"packed-v{version}").model
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, W4AxLinear)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        x = torch.randn(tokens, layer.in_features) * torch.rand(layer.in_features).exp()
+        on_gpu = copy.deepcopy(layer).cuda()
+        y = on_gpu(x.cuda())
+        assert on_gpu.prepared().layout in ("sm_90", "sm_80", "portable")
+        torch.testing.assert_close(y.cpu(), layer(x), rtol=2e-5, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_moving_a_layer_makes_its_layout_anew() -> None:
+    layer = next(m for m in load_packed(GOLDEN / "packed-v2").model.modules() if isinstance(m, W4AxLinear))
+    x = torch.randn(5, layer.in_features)
+    want = layer(x)
+    there = layer.cuda()(x.cuda()).cpu()
+    back = layer.cpu()(x)
+    assert torch.equal(back, want)
+    torch.testing.assert_close(there, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_packed_model_generates_on_the_gpu(dtype: torch.dtype) -> None:
+    model = load_packed(GOLDEN / "packed-v2", device="cuda", dtype=dtype).model
+    tokens = torch.tensor([[7, 3, 61, 12, 0, 44]], device="cuda")
+    with torch.no_grad():
+        first = model(input_ids=tokens, use_cache=False).logits
+        again = model(input_ids=tokens, use_cache=False).logits
+    assert torch.equal(first, again) and bool(torch.isfinite(first).all())
+    assert model.generate(tokens, max_new_tokens=4, do_sample=False).shape == (1, 10)
