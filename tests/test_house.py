@@ -20,6 +20,7 @@ ORDER = (  # inside comet_core: each file may import only those before it
     "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
     "runner", "step_breakdown", "bench_peers",
     "bench_kernel", "bench_plots", "bench_serving", "evaluate", "bench",
+    "kv_open_page", "zero_shot_tasks", "zero_shot", "zero_shot_table",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
 

@@ -1,4 +1,4 @@
-"""`comet eval [MODEL]`: perplexity beside the 16-bit model's, a prompt continued; every number with its protocol."""
+"""`comet eval [MODEL]`: perplexity, zero-shot accuracy, a prompt continued; beside the 16-bit model, with protocol."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,20 @@ import typer
 from comet_cli import console, options, runs
 from comet_cuda.errors import CometError
 
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        help="Zero-shot tasks of lm-eval: piqa, arc_easy, arc_challenge, hellaswag, winogrande, boolq, lambada_openai.",
+        metavar="A,B,...",
+    ),
+]
+OpenPage = Annotated[
+    str,
+    typer.Option(
+        help="4bit: --tasks also reads the KV page that is being filled in 4 bit; short prompts read no other.",
+        metavar="16bit|4bit",
+    ),
+]
 Prompt = Annotated[str | None, typer.Option(help="Continue this text.", metavar="TEXT")]
 
 
@@ -23,6 +37,11 @@ def evaluate(
     ] = None,
     windows: Annotated[int | None, typer.Option(help="Only the first N windows.", min=1, metavar="N")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens a window.", min=2, metavar="L")] = 2048,
+    tasks: Tasks = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first N documents of each task.", min=1, metavar="N")
+    ] = None,
+    kv_open_page: OpenPage = "16bit",
     prompt: Prompt = None,
     tokens: Annotated[int, typer.Option(help="How many tokens --prompt adds.", min=1, metavar="N")] = 40,
     compare: Annotated[bool, typer.Option(help="Also run the 16-bit model that a packed one was made from.")] = True,
@@ -41,11 +60,13 @@ def evaluate(
     if model is None:
         model = str(runs.last_packed())
         console.talk(f"model: {model}, the last one packed from this folder")
-    if ppl is None and prompt is None:
+    if ppl is None and prompt is None and tasks is None:
         ppl = "wikitext2"
     options.set_threads(threads)
     if ppl is not None:
         measure(model, ppl, windows, seq_len, device, dtype, compare=compare, record=record, json=json)
+    if tasks is not None:
+        ask(model, tasks, limit, kv_open_page, device, dtype, compare=compare, record=record, json=json)
     if prompt is not None:
         from comet_core.evaluate import continue_prompt
 
@@ -70,7 +91,6 @@ def measure(
 ) -> None:
     """Perplexity of `model` on `text`: records kept in a file, shown as a table or as JSON lines."""
     from comet_core.evaluate import evaluate_perplexity
-    from comet_core.results import append
 
     records = evaluate_perplexity(
         model,
@@ -82,16 +102,59 @@ def measure(
         compare=compare,
         progress=console.progress(),
     )
-    file = record or runs.RUNS / "eval.jsonl"
+    first = records[0]
+    keep(records, record, f"{first['model']} on {first['task']}", table_rows(records), json=json)
+
+
+def ask(
+    model: str,
+    tasks: str,
+    limit: int | None,
+    open_page: str,
+    device: str,
+    dtype: str,
+    *,
+    compare: bool,
+    record: Path | None,
+    json: bool,
+) -> None:
+    """Zero-shot accuracy of `model` on lm-eval's tasks."""
+    from comet_core.zero_shot import evaluate_zero_shot
+    from comet_core.zero_shot_tasks import parse_tasks
+
+    records = evaluate_zero_shot(
+        model,
+        tasks=parse_tasks(tasks),
+        limit=limit,
+        open_page=open_page,
+        device=device,
+        dtype=dtype,
+        compare=compare,
+        progress=console.progress(),
+    )
+    keep(records, record, f"{records[0]['model']}, zero-shot", task_rows(records), json=json)
+
+
+def keep(
+    records: Sequence[dict[str, Any]],
+    file: Path | None,
+    title: str,
+    rows: Sequence[dict[str, str]],
+    *,
+    json: bool,
+) -> None:
+    """Append records to a file, and show them as a table or as JSON lines."""
+    from comet_core.results import append
+
+    file = file or runs.RUNS / "eval.jsonl"
     for one in records:
         append(file, one)
     if json:
         for one in records:
             console.data_json(one)
     else:
-        first = records[0]
-        console.table(f"{first['model']} on {first['task']}", table_rows(records))
-        console.data(protocol_line(first["protocol"]))
+        console.table(title, rows)
+        console.data(protocol_line(records[0]["protocol"]))
     console.talk(f"records: {file}")
 
 
@@ -107,6 +170,32 @@ def table_rows(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         name, shown = SHOWN[one["metric"]]
         row[name] = "not finite" if one["value"] is None else shown.format(one["value"])
     return list(rows.values())
+
+
+def task_rows(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """One row per task, recipe and metric; percent, with one standard error."""
+    rows = []
+    for one in records:
+        kv = (
+            "16-bit"
+            if not one["kv_quantized"]
+            else "4-bit"
+            if one["kv_open_page"] == "16bit"
+            else "4-bit, open page too"
+        )
+        drop = f"{100 * one['drop']:+.2f} +- {100 * one['drop_stderr']:.2f}" if "drop" in one else ""
+        rows.append(
+            {
+                "task": one["task"],
+                "recipe": one["recipe"],
+                "metric": one["metric"],
+                "%": f"{100 * one['value']:.2f} +- {100 * one['stderr']:.2f}",
+                "16-bit minus this, paired": drop,
+                "documents": str(one["windows"]),
+                "KV": kv,
+            }
+        )
+    return rows
 
 
 SHOWN = {  # metric -> column and format

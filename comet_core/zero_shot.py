@@ -1,0 +1,384 @@
+"""A packed or 16-bit model + lm-eval's tasks -> accuracy per task, each with its paired difference from 16-bit.
+
+lm-eval builds the prompts and judges the answers; its HFLM scores them on the model that COMET has loaded, so that the
+KV cache's 4-bit form acts inside attention. Log-likelihoods are kept on disk one request at a time, under everything
+that decides them, so a run that breaks goes on and a longer run reuses a shorter one. HFLM pads to the right behind a
+causal mask, and no page of the KV cache ever waits for a later token: a score depends on its own request alone, up to
+the float rounding of larger matrix products.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comet_core import kv_cache, kv_open_page, linear
+from comet_core.calibrate import resolve_compute
+from comet_core.evaluate import Subject, load_subject
+from comet_core.kv_open_page import open_page_attention_name
+from comet_core.model_source import resolve_model
+from comet_core.packed import is_packed, read_manifest
+from comet_core.progress import Progress
+from comet_core.provenance import provenance
+from comet_core.recipe import KVCacheSpec
+from comet_core.zero_shot_tasks import PAPER_TASKS, LoadedTask, load_task
+from comet_cuda import affine, kv4_append, quantize_act, w4ax_gemm
+from comet_cuda.errors import CometError
+from comet_cuda.folders import cache_dir
+
+REQUESTS_A_STEP = 512  # scored between two writes to disk
+TOKENS_A_BATCH = {"cpu": 2048, "cuda": 16384}  # padding included; halved where a GPU has no room
+METRICS = ("acc", "acc_norm")
+SCORING_FILES = (kv_cache, kv_open_page, linear, affine, kv4_append, quantize_act, w4ax_gemm)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model that may be scored: what it is, known before its weights are read.
+
+    Attributes:
+        digest: of everything stored in it. base: the 16-bit model that it was packed from.
+        open_page: "16bit" (the rule) or "4bit" (its own page is read in 4 bit as well).
+    """
+
+    spec: str
+    name: str
+    recipe: str
+    recipe_digest: str | None
+    digest: str
+    note: str
+    kv_cache: KVCacheSpec
+    int4_mac_fraction: float
+    calibration: str
+    base: str | None
+    open_page: str
+    device: str
+    dtype: torch.dtype
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything but the request that decides a log-likelihood."""
+        code = hashlib.sha256(b"".join(Path(str(module.__file__)).read_bytes() for module in SCORING_FILES))
+        kind = self.device.partition(":")[0]
+        return {
+            "model": self.digest,
+            "recipe": self.recipe_digest,
+            "open_page": self.open_page,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": kind,
+            "gpu": torch.cuda.get_device_name(self.device) if kind == "cuda" else None,
+            "code": code.hexdigest()[:16],
+        }
+
+
+def describe(spec: str, open_page: str, device: str, dtype: torch.dtype) -> Contestant:
+    """A packed folder, or anything that names a 16-bit model.
+
+    Errors:
+        CometError if there is no such model, or it has no text to be asked about (random weights).
+    """
+    if is_packed(Path(spec)) or (Path(spec) / "packing.json").is_file():
+        manifest = read_manifest(Path(spec))
+        content = json.dumps([manifest.sha256, manifest.recipe_digest], sort_keys=True).encode()
+        recipe = manifest.recipe
+        return Contestant(
+            spec=spec,
+            name=manifest.model["name"],
+            recipe=recipe.name,
+            recipe_digest=manifest.recipe_digest,
+            digest=hashlib.sha256(content).hexdigest()[:16],
+            note=manifest.model["note"],
+            kv_cache=recipe.kv_cache,
+            int4_mac_fraction=manifest.int4_mac_fraction,
+            calibration="{name} ({origin}), {samples} x {seq_len} tokens, seed {seed}".format(**manifest.data),
+            base=manifest.model["spec"],
+            open_page=open_page if recipe.kv_cache.bits == 4 else "16bit",
+            device=device,
+            dtype=dtype,
+        )
+    source = resolve_model(spec)
+    if source.folder is None:
+        raise CometError(f"{source.name}: random weights have no tokenizer and answer nothing", "give a real model")
+    kv = KVCacheSpec(bits=16)
+    return Contestant(
+        spec, source.name, "fp16", None, source.digest(), source.note, kv, 0.0, "none", None, "16bit", device, dtype
+    )
+
+
+class Store:
+    """Log-likelihoods of one contestant on one task: request -> (log-likelihood, whether it is the greedy answer).
+
+    A file of JSON lines in the cache folder, only ever added to; a line that a kill cut short is scored again.
+    """
+
+    def __init__(self, who: Contestant, task: LoadedTask) -> None:
+        key = hashlib.sha256(json.dumps(who.identity, sort_keys=True).encode()).hexdigest()[:24]
+        self.path = cache_dir() / "zero_shot" / key / f"{task.name}-{task.sha256[:16]}.jsonl"
+        self.found: dict[str, tuple[float, bool]] = {}
+        self._identity = who.identity | {"name": who.name, "task": task.name}
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
+        for line in lines:
+            try:
+                row = json.loads(line)
+                self.found[row["request"]] = (float(row["log_likelihood"]), bool(row["greedy"]))
+            except (ValueError, KeyError, TypeError):
+                continue  # the identity, or cut short
+
+    def add(self, rows: dict[str, tuple[float, bool]]) -> None:
+        """Keep and write results."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [] if self.path.exists() else [json.dumps(self._identity)]
+        lines += [json.dumps({"request": key, "log_likelihood": ll, "greedy": g}) for key, (ll, g) in rows.items()]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + "\n".join(lines) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.found |= rows
+
+
+def request_key(arguments: tuple[str, str]) -> str:
+    """A request's name in the store: hash of context and continuation."""
+    return hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:24]
+
+
+class Scorer:
+    """A contestant's model in lm-eval's hands; loaded when the first request needs it."""
+
+    def __init__(self, who: Contestant) -> None:
+        self.who = who
+        self.tokens_a_batch = TOKENS_A_BATCH.get(who.device.partition(":")[0], TOKENS_A_BATCH["cpu"])
+
+    @cached_property
+    def lm(self) -> Any:
+        """HFLM over the loaded model."""
+        subject = load_subject(self.who.spec, self.who.device, self.who.dtype)
+        if subject.tokenizer is None:
+            raise CometError(f"{subject.name}: has no tokenizer", "give a real model")
+        return harness(subject, self.who.open_page)
+
+    def score(self, requests: Sequence[Any], store: Store, progress: Progress, label: str) -> None:
+        """Score what the store lacks, longest first, a step at a time.
+
+        Args:
+            requests: lm-eval Instances of the kind loglikelihood.
+        """
+        missing = {key: r for r in requests if (key := request_key(r.args)) not in store.found}
+        if not missing:
+            return
+        lm = self.lm
+        texts = ["".join(request.args) for request in missing.values()]
+        lengths = dict(zip(missing, map(len, lm.tokenizer(texts)["input_ids"]), strict=True))
+        order = sorted(missing, key=lambda key: (-lengths[key], missing[key].args))
+        with progress.task(label, len(order)) as task:
+            for start in range(0, len(order), REQUESTS_A_STEP):
+                keys = order[start : start + REQUESTS_A_STEP]
+                results = self._run([missing[key] for key in keys], lengths[keys[0]] + 1)
+                store.add(dict(zip(keys, results, strict=True)))
+                task.advance(len(keys))
+
+    def _run(self, requests: list[Any], longest: int) -> list[tuple[float, bool]]:
+        """One step, with half the batch where the GPU's memory does not hold it."""
+        while True:
+            batch = max(1, self.tokens_a_batch // longest)
+            self.lm.batch_size_per_gpu = batch
+            try:
+                found: list[tuple[float, bool]] = self.lm.loglikelihood(requests, disable_tqdm=True)
+                return found
+            except torch.OutOfMemoryError:
+                if batch == 1:
+                    raise
+                self.tokens_a_batch = batch // 2 * longest
+                torch.cuda.empty_cache()
+
+
+def harness(subject: Subject, open_page: str = "16bit") -> Any:
+    """lm-eval's HFLM over a loaded model; logits become float32 before any log-likelihood is taken."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Harness(HFLM):  # type: ignore[misc]
+        def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
+            with torch.no_grad():
+                logits: torch.Tensor = self.model(input_ids=inps, use_cache=False).logits
+                return logits.float()
+
+    if open_page == "4bit":
+        subject.model.set_attn_implementation(open_page_attention_name(subject.kv_cache))  # type: ignore[operator]
+    return Harness(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=1)
+
+
+def document_metrics(task: Any, requests: Sequence[Any], store: Store) -> dict[str, list[float]]:
+    """What lm-eval makes of the log-likelihoods: each of METRICS the task has, per document, in their order."""
+    for request in requests:
+        request.resps = [store.found[request_key(request.args)]]
+    task.apply_filters()
+    by_document: dict[int, list[Any]] = {}
+    for request in requests:
+        by_document.setdefault(request.doc_id, []).append(request)
+    values: dict[str, list[float]] = {}
+    for _, group in sorted(by_document.items()):
+        group.sort(key=lambda request: request.idx)
+        answers = [next(iter(request.filtered_resps.values())) for request in group]
+        for metric, value in task.process_results(group[0].doc, answers).items():
+            if metric in METRICS:
+                values.setdefault(metric, []).append(float(value))
+    return values
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error (0 for a single value)."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+
+
+def evaluate_zero_shot(
+    model_spec: str | Path,
+    *,
+    tasks: Sequence[str],
+    limit: int | None = None,
+    open_page: str = "16bit",
+    device: str = "auto",
+    dtype: str = "auto",
+    compare: bool = True,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Accuracy of one model on lm-eval's tasks, zero-shot.
+
+    Args:
+        model_spec: packed folder, model folder, alias, GGUF file or hub id.
+        tasks: lm-eval's names. limit: only the first so many documents of each.
+        open_page: "16bit" for the KV cache's rule, "4bit" to read the open page in 4 bit too.
+        device, dtype: "auto" or torch names. compare: also the 16-bit model of a packed one, for the paired difference.
+
+    Returns:
+        eval records: per task and metric (acc; acc_norm where the task has it) value, stderr, and where compared drop
+        (16-bit minus this, share of documents) with drop_stderr from per-document differences; the 16-bit model's own;
+        and for two or more tasks the mean of acc over tasks as task "average".
+
+    Errors:
+        CometError for models, tasks or data that cannot be used.
+    """
+    if open_page not in ("16bit", "4bit"):
+        raise CometError(f"--kv-open-page {open_page} is not known", "It may be 16bit or 4bit.")
+    loaded = [load_task(name) for name in tasks]
+    device, compute = resolve_compute(device, dtype)
+    who = describe(str(model_spec), open_page, device, compute)
+    values = _all_documents(who, loaded, limit, progress)
+    base = _base_of(who, progress) if compare else None
+    records = []
+    if base is not None:
+        base_values = _all_documents(base, loaded, limit, progress)
+        records = _records(who, loaded, limit, values, base_values)
+        records += _records(base, loaded, limit, base_values, None)
+    else:
+        records = _records(who, loaded, limit, values, None)
+    return records
+
+
+def _base_of(who: Contestant, progress: Progress) -> Contestant | None:
+    if who.base is None:
+        return None
+    try:
+        return describe(who.base, "16bit", who.device, who.dtype)
+    except CometError as error:
+        progress.log(f"the 16-bit model {who.base} is not at hand, so nothing is compared with it ({error.message})")
+        return None
+
+
+def _all_documents(
+    who: Contestant, tasks: Sequence[LoadedTask], limit: int | None, progress: Progress
+) -> dict[str, dict[str, list[float]]]:
+    """Per task and metric one value a document; the model leaves memory at the end."""
+    scorer = Scorer(who)
+    values = {}
+    for loaded in tasks:
+        with redirect_stderr(StringIO()):  # lm-eval draws a bar of its own
+            loaded.task.build_all_requests(limit=limit, rank=0, world_size=1)
+        requests = list(loaded.task.instances)
+        store = Store(who, loaded)
+        scorer.score(requests, store, progress, f"{loaded.name}, {who.recipe}")
+        values[loaded.name] = document_metrics(loaded.task, requests, store)
+    del scorer
+    if who.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return values
+
+
+def _records(
+    who: Contestant,
+    tasks: Sequence[LoadedTask],
+    limit: int | None,
+    values: dict[str, dict[str, list[float]]],
+    base: dict[str, dict[str, list[float]]] | None,
+) -> list[dict[str, Any]]:
+    shared = {
+        "kind": "eval",
+        "model": who.name,
+        "recipe": who.recipe,
+        "seq_len": None,
+        "kv_quantized": who.kv_cache.bits < 16,
+        "kv_open_page": who.open_page if who.kv_cache.bits < 16 else "16bit",
+        "int4_mac_fraction": who.int4_mac_fraction,
+        "limit": limit,
+        "provenance": provenance(recipe_digest=who.recipe_digest, device=who.device),
+    }
+    records: list[dict[str, Any]] = []
+    for loaded in tasks:
+        for metric, own in values[loaded.name].items():
+            value, error = mean_and_error(own)
+            one = shared | {"task": loaded.name, "metric": metric, "windows": len(own), "value": value, "stderr": error}
+            if base is not None:
+                pairs = zip(base[loaded.name][metric], own, strict=True)
+                one["drop"], one["drop_stderr"] = mean_and_error([before - after for before, after in pairs])
+            records.append(one | {"protocol": protocol(who, loaded, len(own))})
+    return records + _average(shared, [r for r in records if r["metric"] == "acc"], who)
+
+
+def _average(shared: dict[str, Any], accuracies: list[dict[str, Any]], who: Contestant) -> list[dict[str, Any]]:
+    """The mean over the paper's five tasks if all were run, else over all that were; tasks count alike."""
+    chosen = [r for r in accuracies if r["task"] in PAPER_TASKS]
+    chosen = chosen if len(chosen) == len(PAPER_TASKS) else accuracies
+    if len(chosen) < 2:
+        return []
+
+    def mean(key: str) -> float:
+        return float(sum(r[key] for r in chosen)) / len(chosen)
+
+    def error(key: str) -> float:  # tasks are independent
+        return math.sqrt(sum(r[key] ** 2 for r in chosen)) / len(chosen)
+
+    documents = sum(r["windows"] for r in chosen)
+    one = shared | {"task": "average", "metric": "acc", "windows": documents, "value": mean("value")}
+    one["stderr"] = error("stderr")
+    if "drop" in chosen[0]:
+        one |= {"drop": mean("drop"), "drop_stderr": error("drop_stderr")}
+    names = ", ".join(r["task"] for r in chosen)
+    return [one | {"protocol": chosen[0]["protocol"] | {"data": f"mean of {names}", "sha256": None}}]
+
+
+def protocol(who: Contestant, loaded: LoadedTask, documents: int) -> dict[str, Any]:
+    """Everything that must agree before two accuracies may be compared."""
+    kv = who.kv_cache
+    open_page = "also read in 4 bit, over the tokens it holds by then" if who.open_page == "4bit" else "16-bit"
+    four = f"4-bit, keys per {kv.key_granularity}, pages of {kv.page}, {kv.sinks} sinks; open page {open_page}"
+    return {
+        "data": f"{loaded.name} ({loaded.origin})",
+        "sha256": loaded.sha256,
+        "harness": f"lm-eval {metadata.version('lm_eval')}, task version {loaded.version}, zero-shot",
+        "documents": f"first {documents} of {loaded.documents}" if documents < loaded.documents else "all",
+        "kv": "16-bit" if kv.bits == 16 else four,
+        "dtype": str(who.dtype).removeprefix("torch."),
+        "calibration": who.calibration,
+        "base": who.note or "16-bit weights",
+    }

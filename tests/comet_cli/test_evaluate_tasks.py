@@ -1,0 +1,37 @@
+"""`comet eval --tasks`: what the table shows, and what is refused."""
+
+import pytest
+from typer.testing import CliRunner
+
+from comet_cli import evaluate, main
+
+
+def record(**changes: object) -> dict[str, object]:
+    one = {
+        "task": "piqa", "recipe": "w4a4kv4", "metric": "acc", "value": 0.75, "stderr": 0.01, "windows": 1838,
+        "kv_quantized": True, "kv_open_page": "16bit",
+    }  # fmt: skip
+    return one | changes
+
+
+def test_rows_hold_percent_errors_and_the_reading_of_the_cache() -> None:
+    rows = evaluate.task_rows(
+        [
+            record(drop=0.02, drop_stderr=0.005),
+            record(kv_open_page="4bit", metric="acc_norm"),
+            record(recipe="fp16", kv_quantized=False),
+        ]
+    )
+    assert [row["KV"] for row in rows] == ["4-bit", "4-bit, open page too", "16-bit"]
+    assert rows[0]["%"] == "75.00 +- 1.00" and rows[0]["16-bit minus this, paired"] == "+2.00 +- 0.50"
+    assert rows[1]["16-bit minus this, paired"] == "" and rows[1]["metric"] == "acc_norm"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "word"), [("--tasks", ",", "names no task"), ("--kv-open-page", "x", "16bit")]
+)
+def test_bad_values_end_with_a_hint(flag: str, value: str, word: str) -> None:
+    pytest.importorskip("lm_eval", reason="zero-shot tasks need lm-eval")
+    arguments = ["eval", "nowhere", "--tasks", "piqa", flag, value]
+    result = CliRunner().invoke(main.app, arguments)
+    assert result.exit_code == 2 and word in result.stderr and "hint:" in result.stderr
