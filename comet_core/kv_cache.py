@@ -37,6 +37,7 @@ def attention_name(spec: KVCacheSpec) -> str:
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        sliding_window: int | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         if s_aux is not None:
@@ -46,7 +47,7 @@ def attention_name(spec: KVCacheSpec) -> str:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         paged = getattr(key, PAGED, None)
         if paged is not None:
-            out = paged.attend(query, key, value, attention_mask, scale, softcap or 0.0)
+            out = paged.attend(query, key, value, attention_mask, scale, softcap or 0.0, sliding_window or 0)
         else:
             out = kv4_attention(query, key, value, attention_mask, spec, scale, softcap or 0.0)
         return out.transpose(1, 2).contiguous(), None

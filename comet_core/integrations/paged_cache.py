@@ -3,13 +3,14 @@
 transformers hands a layer's new keys and values to the cache and the cache's answer to the attention function. This
 cache answers with the new tokens alone and its own layer attached, so that kv_cache.py's attention comes back here
 with query and mask: one prompt in one shot runs the same function as scoring does; everything after reads the pages,
-one page of queries at a time, which is the rule of kv_cache.py word by word.
+one page of queries at a time, which is the rule of kv_cache.py word by word. On a GPU single tokens go through the ops.
 
 B sequences, H kv heads, T tokens a page, D head dimension. Page p of sequence b has number p * B + b in the pool, so
 the pool grows at its end. Sequences that start in different columns (left padding) are served group by group.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from comet_core.recipe import KVCacheSpec
 from comet_cuda.affine import dequantize_minmax
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles, unpack_nibbles
-from comet_cuda.kv4_append import KV4Pages, allocate_pages, quantize_key_page, quantize_tokens
+from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, quantize_key_page, quantize_tokens
+from comet_cuda.kv4_decode import kv4_decode
 
 GROWTH = 8  # the pool grows by at least 1 / 8
 POOLED = ("k_codes", "k_scale", "k_min", "v_codes", "v_scale", "v_min")  # fields of KV4Pages that are by page
@@ -31,7 +33,8 @@ def cache_for(model: nn.Module) -> "KV4Cache | None":
     """An empty cache for a model whose attention is a 4-bit one of kv_cache.py with keys per channel, else None."""
     quantizer = getattr(model, "hf_quantizer", None)
     spec = quantizer.manifest.recipe.kv_cache if quantizer is not None else KVCacheSpec(bits=16)
-    config = model.config.get_text_config(decoder=True)
+    config: Any = model.config
+    config = config.get_text_config(decoder=True)
     ours = str(config._attn_implementation).startswith("comet-kv4-")
     return KV4Cache(spec, config.num_hidden_layers) if ours and spec.key_granularity == "channel" else None
 
@@ -45,7 +48,7 @@ class KV4Cache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Memory of all codes, parameters, open pages and sinks."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, KV4Layer))
 
 
 class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -55,7 +58,7 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.spec = spec
         self.tokens = 0  # columns seen
         self.pages: KV4Pages | None = None
@@ -83,18 +86,23 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         return keys, value_states
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float, window: int
     ) -> Tensor:
         """Attention of new tokens over all, by the rule of kv_cache.py; stores the new tokens.
 
         Args:
             query [B, Hq, n, D]; key, value [B, H, n, D]: new tokens. mask: bool [B, 1, n, columns].
+            window: tokens that a query reads if positive (the mask says so too).
         """
         if getattr(mask, "comet_gaps", False):
             raise CometError("the attention mask has gaps or pads on the right", "pad on the left to generate")
         past = self.tokens - key.shape[2]
         starts = getattr(mask, "comet_starts", [0] * query.shape[0])
-        out = kv4_attention(query, key, value, mask, self.spec, scale, softcap) if past == 0 else torch.empty_like(query)
+        if past and key.shape[2] == 1 and query.is_cuda:
+            return self.decode(query, key, value, starts, scale, softcap, window)
+        out = (
+            kv4_attention(query, key, value, mask, self.spec, scale, softcap) if past == 0 else torch.empty_like(query)
+        )
         for start in sorted(set(starts)):
             rows = torch.tensor([b for b, own in enumerate(starts) if own == start], device=query.device)
             for low, high in self._steps(past, start, whole=past == 0):
@@ -108,6 +116,23 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
                     out[rows, :, low - past : high - past] = read.to(out.dtype)
         return out
 
+    def decode(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], scale: float, softcap: float, window: int
+    ) -> Tensor:
+        """`attend` for one new token a sequence, through the ops kv4_append and kv4_decode. starts: by sequence."""
+        places = [self.tokens - 1 - start for start in starts]
+        self._grow(-(-(max(places) + 1 - self.spec.sinks) // self.spec.page))
+        assert self.pages is not None
+        position = torch.tensor(places, dtype=torch.int32, device=query.device)
+        slot = torch.arange(len(places), dtype=torch.int32, device=query.device)
+        numbers = torch.arange(self.pages.k_codes.shape[0], dtype=torch.int32, device=query.device)
+        table = numbers.view(-1, len(places)).T.contiguous()
+        new = [tensor[:, :, 0].contiguous() for tensor in (query, key, value)]
+        kv4_append(new[1], new[2], slot, position, table, self.pages)
+        longest = max(places) + 1
+        out = kv4_decode(new[0], slot, position + 1, table, self.pages, scale, window, softcap, longest)
+        return out[:, :, None]
+
     def _steps(self, past: int, start: int, *, whole: bool) -> list[tuple[int, int]]:
         """Columns [past, tokens) cut where a page of sequences that start in column `start` begins."""
         if whole:
@@ -115,7 +140,7 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         first, page = start + self.spec.sinks, self.spec.page
         cuts = [column for column in range(past + 1, self.tokens) if column > first and (column - first) % page == 0]
         edges = [past, *cuts, self.tokens]
-        return list(zip(edges, edges[1:], strict=False))
+        return list(pairwise(edges))
 
     def _append(self, rows: Tensor, k: Tensor, v: Tensor, position: int) -> None:
         """Store tokens [R, H, n, D] of sequences `rows`, the first at `position`: kv4_append for whole stretches."""

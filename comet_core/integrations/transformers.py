@@ -14,6 +14,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class CometConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a packed folder's config.json. The manifest beside it holds the rest."""
 
     def __init__(self, format_version: int = 1, recipe: str = "", recipe_digest: str = "", **_: Any) -> None:
-        self.quant_method = METHOD
+        self.quant_method = METHOD  # type: ignore[assignment]
         self.format_version, self.recipe, self.recipe_digest = format_version, recipe, recipe_digest
 
 
@@ -65,7 +66,9 @@ class CometHfQuantizer(HfQuantizer):  # type: ignore[misc]
         expected = set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", None) or {})
         wrong = sorted(expected ^ set(stored.tensors))
         if wrong:
-            missing = "is missing" if wrong[0] in expected else "is in the files, but config.json implies no such tensor"
+            missing = (
+                "is missing" if wrong[0] in expected else "is in the files, but config.json implies no such tensor"
+            )
             raise CometError(f"{folder}: {wrong[0]} {missing} ({len(wrong)} such tensors)", "pack the model again")
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
@@ -168,7 +171,7 @@ def _put_empty_layers(model: nn.Module, manifest: Any, stored: _Stored) -> None:
     if tied_head is not None:
         owner, _, leaf = tied_head.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Identity())  # until the embedding's codes are there
-        model.all_tied_weights_keys = {}
+        model.all_tied_weights_keys = {}  # type: ignore[assignment]
 
 
 def _tied_eight_bit_head(model: nn.Module, manifest: Any) -> str | None:
@@ -203,7 +206,7 @@ def _bind(model: nn.Module, name: str, function: Any) -> None:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(original, self, *args, **kwargs)
 
-    setattr(model, name, method.__get__(model))
+    setattr(model, name, MethodType(method, model))
 
 
 def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
