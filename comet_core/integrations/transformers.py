@@ -5,7 +5,7 @@ device_map, offline and hub cache are its business). The quantizer below puts em
 the weights are read, holds the manifest against the files, and checks every tensor after.
 
 The 4-bit KV cache acts in attention (kv_cache.py), so scoring needs nothing else; `generate` gets a cache whose pages
-really are 4 bit (paged_cache.py). `model.set_attn_implementation("sdpa")` turns both off.
+really are 4 bit (kv4_cache.py). `model.set_attn_implementation("sdpa")` turns both off.
 
 Imported by comet_core/integrations/__init__.py right after transformers' own table of quantizers.
 """
@@ -212,7 +212,7 @@ def _bind(model: nn.Module, name: str, function: Any) -> None:
 def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` with a 4-bit cache, where the recipe has one and the caller gives no other."""
     from comet_core.evaluate import cache_argument
-    from comet_core.integrations.paged_cache import cache_for
+    from comet_core.integrations.kv4_cache import cache_for
 
     name = cache_argument(model)
     config = kwargs.get("generation_config") or model.generation_config

@@ -107,7 +107,7 @@ def test_generation_fills_four_bit_pages_and_says_what_a_full_pass_prefers(tiny:
 @torch.no_grad()
 def test_pages_take_a_quarter_of_the_memory(tiny: "Packed") -> None:
     from comet_core.evaluate import cache_argument
-    from comet_core.integrations.paged_cache import cache_for
+    from comet_core.integrations.kv4_cache import cache_for
 
     model = opened(tiny.packed, dtype=torch.bfloat16)
     cache = cache_for(model)
@@ -126,7 +126,7 @@ def test_pages_take_a_quarter_of_the_memory(tiny: "Packed") -> None:
 @pytest.mark.parametrize("chunks", [[30, 1, 1, 200, 1, 37], [270], [1] * 3 + [129, 129, 9]])
 def test_any_chunking_gives_one_shot_logits(tiny: "Packed", chunks: list[int]) -> None:
     from comet_core.evaluate import cache_argument
-    from comet_core.integrations.paged_cache import cache_for
+    from comet_core.integrations.kv4_cache import cache_for
 
     model = opened(tiny.packed)
     x = tokens(2, 270)
@@ -139,7 +139,7 @@ def test_any_chunking_gives_one_shot_logits(tiny: "Packed", chunks: list[int]) -
 @torch.no_grad()
 def test_the_ops_decode_what_pages_hold(tiny: "Packed", monkeypatch: pytest.MonkeyPatch) -> None:
     """The road that a GPU takes for single tokens, on the CPU's references, with padding and beyond a page's end."""
-    from comet_core.integrations.paged_cache import KV4Layer
+    from comet_core.integrations.kv4_cache import KV4Layer
 
     model = opened(tiny.packed)
     x, mask = tokens(2, 129), torch.ones(2, 129, dtype=torch.long)
