@@ -15,6 +15,7 @@ from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.rope import rope_qk_ref, split_heads
 
 SOURCE = "sixteen_bit.cu"
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
@@ -111,21 +112,6 @@ def silu_mul_ref(gate_up: Tensor, fp8: bool) -> tuple[Tensor, Tensor]:
     return to_fp8(product) if fp8 else (product, gate_up.new_empty(0, 1, dtype=torch.float32))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads: float [N, H, D] by float32 [N, D / 2] angles; channel i pairs with i + D / 2."""
-    low, high = x.float().chunk(2, dim=-1)
-    c, s = cos[:, None], sin[:, None]
-    return torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(x.dtype)
-
-
-def norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of each head, [N, H, D] (Qwen3); as it is without a weight."""
-    if weight is None:
-        return x
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
 def rope_append_16_ref(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -149,11 +135,12 @@ def rope_append_16_ref(
         q: [N, Hq, D], rotated.
     """
     kv_heads, dim = k_cache.shape[1:]
-    q, k, v = qkv.view(qkv.shape[0], -1, dim).split((qkv.shape[1] // dim - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    angles = cos[position.long()], sin[position.long()]
-    k_cache[row.long()] = rotate(norm_heads(k, k_norm, eps), *angles)
-    v_cache[row.long()] = v
-    return rotate(norm_heads(q, q_norm, eps), *angles)
+    q_heads = qkv.shape[1] // dim - 2 * kv_heads
+    rotated = qkv.clone()
+    rope_qk_ref(rotated, cos, sin, position, q_heads, kv_heads, q_norm, k_norm, eps)
+    q, k, v = split_heads(rotated, q_heads, kv_heads)
+    k_cache[row.long()], v_cache[row.long()] = k, v
+    return q.contiguous()
 
 
 def _rms_norm_gpu(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fp8: bool) -> tuple[Tensor, ...]:
