@@ -1,11 +1,14 @@
 """`comet calibrate MODEL`: model and recipe in, a calibration folder (statistics, outlier report, heat map) out."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from comet_cli import console, options, runs
+from comet_cli.dry_run import DryRun
+from comet_cli.dry_run import dry_run as predict
 
 if TYPE_CHECKING:
     from comet_core.model_source import ModelSource
@@ -33,6 +36,7 @@ def calibrate(
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
+    dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
     """Run text through MODEL and record which channels hold outliers.
@@ -42,6 +46,9 @@ def calibrate(
     source, chosen = prepare(model, recipe, weights, layers, data=data, samples=samples, seq_len=seq_len, seed=seed)
     folder = out or default_folder(source, chosen, layers) / "calibration"
     options.set_threads(threads)
+    if dry_run:
+        predict("calibrate", cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
+        return
     run(source, chosen, folder, device, dtype, json=json)
 
 
@@ -59,6 +66,13 @@ def prepare(
     if source.note:
         console.talk(f"{source.name}: {source.note}")
     return source, chosen
+
+
+def cutter(source: "ModelSource", model: str, weights: str, seed: int | None) -> "Callable[[int], ModelSource]":
+    """Number of layers -> the model cut to them; 0 is `source` itself."""
+    from comet_core.model_source import resolve_model
+
+    return lambda layers: resolve_model(model, weights=weights, layers=layers, seed=seed or 0) if layers else source
 
 
 def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) -> Path:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from comet_cli import calibrate, console, options, runs
+from comet_cli.dry_run import DryRun
+from comet_cli.dry_run import dry_run as predict
 from comet_cuda.errors import CometError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def pack(
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
+    dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
     """Quantize MODEL into a folder of packed weights.
@@ -47,10 +50,17 @@ def pack(
     options.set_threads(threads)
     from comet_core.calibration import load_calibration
     from comet_core.pack import pack as pack_model
+    from comet_core.preflight import SPARE_DISK, packed_bytes, require_disk
 
     if calibration is not None and recipe is None:  # a calibration knows its recipe
         chosen = load_calibration(calibration).recipe
     home = calibrate.default_folder(source, chosen, layers)
+    folder = out or home / "packed"
+    if dry_run:
+        predict("pack", calibrate.cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
+        return
+    there = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+    require_disk(folder, packed_bytes(source, chosen) + SPARE_DISK - there, "the packed model")
     if calibration is None:
         calibration = home / "calibration"
         if reason := why_not(calibration, source, chosen, flags):
@@ -58,7 +68,6 @@ def pack(
             calibrate.run(source, chosen, calibration, device, dtype, json=None)
         else:
             console.talk(f"calibration: {calibration}, found")
-    folder = out or home / "packed"
     info = pack_model(source, calibration, chosen, folder, device=device, dtype=dtype, progress=console.progress())
     runs.remember_packed(info.folder)
     for warning in info.warnings:

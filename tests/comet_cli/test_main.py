@@ -275,3 +275,20 @@ def test_doctor_builds_kernels_ahead_and_clears_them(monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "kernels").glob("*.cubin"))
     for arch in ("7.5", "nine"):
         assert comet("doctor", "--build", "--arch", arch)[0] == 2
+
+
+def test_a_dry_run_says_what_packing_takes_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
+    ).save_pretrained(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = comet(
+        "pack", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0 and found["kind"] == "dry-run" and found["estimate"]["seconds"] > 0
+    assert not (tmp_path / "runs").exists()
+    assert comet("calibrate", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run")[0] == 0
+    assert not (tmp_path / "runs").exists()
