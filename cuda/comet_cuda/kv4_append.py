@@ -9,13 +9,17 @@ On a CPU the cache lies as `KV4Pages` says; on a GPU the codes of a page are til
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from comet_cuda.affine import choose_minmax_qparams, quantize_minmax
 from comet_cuda.int4 import pack_nibbles
-from comet_cuda.library import define_op
+from comet_cuda.library import LIBRARY, define_op
+
+if TYPE_CHECKING:
+    from comet_cuda.jit import Configuration
 
 KV_BITS = 4
 PARAM_DTYPE = torch.float16  # 11 significant bits: keys may have a large mean and a small range
@@ -154,6 +158,22 @@ define_op(
     _append,
     _fake,
 )
+
+
+def _append_gpu(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, *cache: Tensor) -> None:
+    from comet_cuda.kv4_append_cuda import kv4_append_gpu  # which imports this file's siblings
+
+    kv4_append_gpu(k, v, slot, position, page_table, *cache)
+
+
+LIBRARY.impl("kv4_append", _append_gpu, "CUDA")
+
+
+def configurations(family: str) -> "list[Configuration]":
+    """How kv4_append.cu is compiled on a GPU family."""
+    from comet_cuda.kv4_append_cuda import configurations
+
+    return configurations(family)
 
 
 def kv4_append(k: Tensor, v: Tensor, slot: Tensor, position: Tensor, page_table: Tensor, cache: KV4Pages) -> None:

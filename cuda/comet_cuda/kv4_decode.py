@@ -5,13 +5,18 @@ before t's page, else in 16 bit; values always in 4 bit; sinks in 16 bit. In dec
 the pages before its own are read in 4 bit.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from comet_cuda.affine import dequantize_minmax
 from comet_cuda.int4 import unpack_nibbles
 from comet_cuda.kv4_append import KV4Pages
-from comet_cuda.library import define_op
+from comet_cuda.library import LIBRARY, define_op
+
+if TYPE_CHECKING:
+    from comet_cuda.jit import Configuration
 
 
 def gather_sequence(cache: KV4Pages, slot: int, length: int, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +119,32 @@ define_op(
     _decode,
     _fake,
 )
+
+
+def _decode_gpu(
+    q: Tensor,
+    slot: Tensor,
+    length: Tensor,
+    page_table: Tensor,
+    cache: list[Tensor],
+    softmax_scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_length: int = 0,
+) -> Tensor:
+    from comet_cuda.kv4_decode_cuda import kv4_decode_gpu
+
+    return kv4_decode_gpu(q, slot, length, page_table, cache, softmax_scale, window, softcap, max_length)
+
+
+LIBRARY.impl("kv4_decode", _decode_gpu, "CUDA")
+
+
+def configurations(family: str) -> "list[Configuration]":
+    """How kv4_decode.cu is compiled on a GPU family."""
+    from comet_cuda.kv4_decode_cuda import configurations
+
+    return configurations(family)
 
 
 def kv4_decode(

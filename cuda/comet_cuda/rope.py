@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from comet_cuda.kv4_append import CACHE_SCHEMA, KV4Pages, kv4_append_ref
-from comet_cuda.library import define_op
+from comet_cuda.kv4_append_cuda import rope_append_gpu, rope_qk_gpu
+from comet_cuda.library import LIBRARY, define_op
 
 
 def split_heads(qkv: Tensor, q_heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +128,9 @@ define_op(
     rope_qk_ref,
     _qk_fake,
 )
+
+LIBRARY.impl("rope_append", rope_append_gpu, "CUDA")
+LIBRARY.impl("rope_qk_", rope_qk_gpu, "CUDA")
 
 
 def rope_qk_(

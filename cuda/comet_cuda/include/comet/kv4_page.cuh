@@ -1,0 +1,126 @@
+// Quantizing for the KV4 cache: one token's values by a warp, one page's keys by a cta. Bit-equal to kv4_append.py.
+#pragma once
+
+#include "comet/kv4.cuh"
+
+namespace comet {
+
+constexpr int kVectors = kDim / 8;        // 8-channel pieces of a key
+constexpr int kRows = 16;                 // tokens that a cta reads at once
+constexpr int kThreads = kRows * kVectors; // 2 * DIM
+constexpr int kWarps = kThreads / 32;
+constexpr int kLaneElements = kDim / 32;  // channels of a head that a lane holds
+static_assert(kThreads % 32 == 0, "whole warps");
+
+struct Range {
+  float scale, minimum; // f16 numbers
+};
+// affine.py's choose_minmax_qparams for 4 bits: both rounded to f16, the minimum first.
+__device__ __forceinline__ Range choose_range(float low, float high) {
+  Range r;
+  r.minimum = half_to_float(float_to_half(fminf(fmaxf(low, -kHalfMax), kHalfMax)));
+  const float span = __fsub_rn(high, r.minimum);
+  r.scale = half_to_float(float_to_half(fminf(__fdiv_rn(span, 15.f), kHalfMax)));
+  if (!(r.scale > 0.f && span > 0.f)) r.scale = 1.f;
+  return r;
+}
+__device__ __forceinline__ uint32_t code_of(float x, Range r) {
+  return uint32_t(fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(x, r.minimum), r.scale)), 0.f), 15.f));
+}
+
+// The range of one token's values, of which each lane holds some -> the same in every lane.
+__device__ __forceinline__ Range range_of_token(const float (&x)[kLaneElements]) {
+  float low = x[0], high = x[0];
+#pragma unroll
+  for (int i = 1; i < kLaneElements; ++i) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) {
+    low = fminf(low, __shfl_xor_sync(~0u, low, d));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
+  }
+  return choose_range(low, high);
+}
+
+// Up to eight tokens of one word, slots `slot` to `slot + count`, values at v + i * pitch: by one warp. Lane l holds
+// channels l, l + 32, ...; nibbles of other tokens stay.
+__device__ __forceinline__ void append_values(const Cache& c, int page, int head, int slot, int count,
+                                              const uint16_t* v, size_t pitch, int lane) {
+  const size_t at = page_head(c, page, head);
+  uint32_t* words[kLaneElements];
+  uint32_t word[kLaneElements];
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i) {
+    words[i] = reinterpret_cast<uint32_t*>(c.v_codes + at * kPageBytes + value_word(slot, lane + 32 * i));
+    word[i] = slot % 8 || count < 8 ? *words[i] : 0u;
+  }
+  for (int k = 0; k < count; ++k) {
+    float x[kLaneElements];
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) x[i] = E::one(v[k * pitch + lane + 32 * i]);
+    const Range r = range_of_token(x);
+    const int shift = 4 * ((slot + k) % 8);
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) word[i] = (word[i] & ~(15u << shift)) | (code_of(x[i], r) << shift);
+    if (lane == 0) {
+      c.v_scale[at * kPage + slot + k] = uint16_t(float_to_half(r.scale));
+      c.v_min[at * kPage + slot + k] = uint16_t(float_to_half(r.minimum));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i) *words[i] = word[i];
+}
+
+struct PageShared {
+  uint16_t low[kRows][kDim], high[kRows][kDim];
+  float scale[kDim], minimum[kDim];
+};
+
+// One page's keys -> codes, scales and minima: by the whole cta. `key(slot)` points to a token's key.
+template <typename Key>
+__device__ __forceinline__ void quantize_page(const Cache& c, int page, int head, const Key& key, PageShared& shared) {
+  const int vector = threadIdx.x % kVectors, row = threadIdx.x / kVectors;
+  constexpr int kEach = kPage / kRows;
+  uint4 x[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) x[i] = reinterpret_cast<const uint4*>(key(row + kRows * i))[vector];
+  uint4 low = x[0], high = x[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) {
+    low.x = E::smaller(low.x, x[i].x), low.y = E::smaller(low.y, x[i].y);
+    low.z = E::smaller(low.z, x[i].z), low.w = E::smaller(low.w, x[i].w);
+    high.x = E::larger(high.x, x[i].x), high.y = E::larger(high.y, x[i].y);
+    high.z = E::larger(high.z, x[i].z), high.w = E::larger(high.w, x[i].w);
+  }
+  reinterpret_cast<uint4*>(shared.low[row])[vector] = low;
+  reinterpret_cast<uint4*>(shared.high[row])[vector] = high;
+  __syncthreads();
+  const size_t at = page_head(c, page, head);
+  for (int d = threadIdx.x; d < kDim; d += kThreads) {
+    float smallest = E::one(shared.low[0][d]), largest = E::one(shared.high[0][d]);
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) {
+      smallest = fminf(smallest, E::one(shared.low[i][d]));
+      largest = fmaxf(largest, E::one(shared.high[i][d]));
+    }
+    const Range r = choose_range(smallest, largest);
+    shared.scale[d] = r.scale, shared.minimum[d] = r.minimum;
+    c.k_scale[at * kDim + d] = uint16_t(float_to_half(r.scale));
+    c.k_min[at * kDim + d] = uint16_t(float_to_half(r.minimum));
+  }
+  __syncthreads();
+  Range r[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) r[i] = {shared.scale[8 * vector + i], shared.minimum[8 * vector + i]};
+  uint8_t* codes = c.k_codes + at * kPageBytes;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const uint32_t pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      word |= code_of(j % 2 ? E::high(pairs[j / 2]) : E::low(pairs[j / 2]), r[j]) << (4 * j);
+    *reinterpret_cast<uint32_t*>(codes + key_word(row + kRows * i, vector)) = word;
+  }
+}
+
+} // namespace comet
