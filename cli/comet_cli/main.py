@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from comet_cli import bench, bench_kernel, calibrate, console, demo, doctor, evaluate, inspect, pack
+from comet_cli import bench, bench_kernel, calibrate, console, demo, doctor, evaluate, export, inspect, pack, report
 from comet_cuda.errors import CometError
 
 GO_ON = {  # command -> what Ctrl-C leaves behind
@@ -64,6 +64,8 @@ app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
 bench.app.command("kernel")(bench_kernel.kernel)
 app.command("inspect")(inspect.inspect)
+app.command("report")(report.report)
+app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 

@@ -1,0 +1,55 @@
+"""`comet export PACKED`: a packed folder in a format that other programs read, and what that format cannot keep."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from comet_cli import console, options
+from comet_cli.runs import last_packed
+from comet_cuda.errors import CometError
+
+FORMATS = ("compressed-tensors",)
+
+
+def export(
+    packed: Annotated[
+        Path | None, typer.Argument(help="A packed folder; the last one packed here if not given.", metavar="PACKED")
+    ] = None,
+    format: Annotated[str, typer.Option(help="compressed-tensors: W4A16 for stock transformers and vLLM.")] = FORMATS[
+        0
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write; beside PACKED if not given.", metavar="DIR")
+    ] = None,
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Round weights anew where the format cannot hold them as they are.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Write PACKED as a checkpoint that needs no COMET; says what is left out.
+
+    Example: comet export runs/smollm2-135m-w4a16/packed
+    """
+    if format not in FORMATS:
+        raise CometError(f"--format {format} is not known", f"It may be {' or '.join(FORMATS)}.")
+    from comet_core.integrations.compressed_tensors import export as write
+
+    source = packed or last_packed()
+    done = write(source, out or source.with_name(f"{source.name}-{format}"), requantize=requantize)
+    errors = list(done.requantized.values())
+    if json:
+        fields = {**vars(done), "folder": str(done.folder)}
+        console.data_json({"kind": "export", "format": format, "source": str(source), **fields})
+    else:
+        row = {
+            "format": f"{format}, W4A16",
+            "linears as packed": str(len(done.exact)),
+            "rounded anew": str(len(errors)),
+            "weight error added": f"{sum(errors) / len(errors):.1%}" if errors else "0",
+            "size": console.human_bytes(done.bytes),
+            "folder": str(done.folder),
+        }
+        console.table("Exported", [row])
+    for words in done.left_out:
+        console.talk(f"left out: {words}")

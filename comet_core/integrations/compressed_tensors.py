@@ -1,0 +1,249 @@
+"""Packed folder -> compressed-tensors checkpoint (pack-quantized, W4A16), which stock transformers and vLLM read.
+
+The same 4-bit codes, scales and zero points, laid out their way. Three things differ between the formats:
+  - Permutations. Where the producer's rows carry one, nothing is left to do. Where channels are gathered at run time,
+    columns go back to the model's order and `weight_g_idx` says which group each belongs to (actorder: group).
+  - Groups of 128 that pad the last channels: a width that 128 does not divide (SmolLM2: 576) is written in groups of 64
+    or 32, each pair or four with equal scales.
+  - What that format cannot say: activations and KV cache in 4 bit are left out (16 bit instead); a weight that is
+    stored rotated (Hadamard) is refused, or with `requantize` turned back and rounded to nearest anew, and the loss
+    that this adds is measured and returned. 8-bit embeddings and heads become 16-bit ones.
+
+Facts of the format: int4 values are stored with 8 added, eight an int32, the first in the lowest bits; zero points
+alike, but along the rows.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comet_core.ledger import TOKENIZER_FILES
+from comet_core.packed import LinearEntry, Manifest, check_linear, read_manifest, split_linear_tensors
+from comet_core.plan import BlockPlan
+from comet_core.quantize import quantize_rtn, rotate_int4, to_storage
+from comet_core.recipe import WeightSpec
+from comet_core.shards import INDEX, read_shard, shard_files, write_atomic
+from comet_cuda.affine import BLOCK, split_blocks
+from comet_cuda.errors import CometError
+from comet_cuda.int4 import unpack_nibbles
+from comet_cuda.w4ax_gemm import weight_integers
+
+PER_WORD = 8  # 4-bit values an int32
+GROUP_SIZES = (128, 64, 32)  # what kernels for this format know
+
+
+@dataclass
+class Exported:
+    """What `export` wrote and what it cost."""
+
+    folder: Path
+    bytes: int = 0
+    exact: list[str] = field(default_factory=list)  # linears whose weights are the packed ones
+    requantized: dict[str, float] = field(default_factory=dict)  # linear -> relative weight error that was added
+    left_out: list[str] = field(default_factory=list)  # in words
+
+
+def export(folder: Path, out: Path, *, requantize: bool = False) -> Exported:
+    """Write a compressed-tensors checkpoint of a packed folder, shard by shard.
+
+    Args:
+        folder: what `comet pack` wrote. out: a folder that does not exist or is empty.
+        requantize: round rotated weights anew instead of refusing them.
+
+    Errors:
+        CometError for rotated weights without `requantize`, 8-bit weights, or an output folder that is in use.
+    """
+    manifest = read_manifest(folder)
+    _refuse(manifest, requantize)
+    if out.exists() and any(out.iterdir()):
+        raise CometError(f"{out}: is not empty", "choose another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    done = Exported(out, left_out=_left_out(manifest))
+    weight_map: dict[str, str] = {}
+    groups: dict[tuple[bool, bool, int], list[str]] = {}
+    for shard in shard_files(folder):
+        tensors, _ = read_shard(shard)
+        packed = split_linear_tensors(tensors, manifest.linears)
+        written = _sixteen(tensors, packed, manifest)
+        for name, leaves in packed.items():
+            entry = manifest.linears[name]
+            if entry.weight_bits == 8:
+                continue
+            check_linear(name, leaves, entry)
+            if entry.hadamard and bool((leaves["block_bits"] == 4).any()):
+                leaves, done.requantized[name] = _unrotated(leaves, entry)
+            else:
+                done.exact.append(name)
+            size = _group_size(name, entry.in_features)
+            stored = linear_tensors(leaves, entry, size)
+            groups.setdefault((entry.symmetric, "weight_g_idx" in stored, size), []).append(name)
+            written |= {f"{name}.{leaf}": tensor for leaf, tensor in stored.items()}
+        _save(out / shard.name, written)
+        weight_map |= dict.fromkeys(written, shard.name)
+    index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomic(out / INDEX, json.dumps(index, indent=1) + "\n")
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("experts_implementation", None)
+    config["quantization_config"] = _quantization_config(groups, weight_map)
+    config["dtype"] = config.get("dtype") or "bfloat16"
+    write_atomic(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
+    done.bytes = sum(file.stat().st_size for file in out.iterdir())
+    return done
+
+
+def linear_tensors(leaves: dict[str, Tensor], entry: LinearEntry, size: int) -> dict[str, Tensor]:
+    """The tensors of one linear in the other format, by leaf name; weights must not be rotated.
+
+    Args:
+        leaves: the packed linear's. size: channels a group, a divisor of 128 and of K.
+    """
+    rows, width = entry.out_features, entry.in_features
+    codes = unpack_nibbles(leaves["qweight"])[:, :width]  # uint8 [N, K], stored order
+    scale = leaves["w_scale"].float()
+    if "act_unit" in leaves:  # the stored weight is the real one times this
+        scale = scale / leaves["act_unit"]
+
+    def spread(by_block: Tensor) -> Tensor:
+        return by_block.repeat_interleave(BLOCK // size, 1)[:, : width // size].contiguous()
+
+    found = {"weight_scale": spread(scale.to(torch.bfloat16)), "weight_shape": torch.tensor([rows, width])}
+    if "perm" in leaves:
+        inverse = leaves["perm"].long().argsort()
+        codes = codes[:, inverse]
+        found["weight_g_idx"] = (inverse // size).to(torch.int32)
+    found["weight_packed"] = _words(codes)
+    if not entry.symmetric:
+        found["weight_zero_point"] = _words(spread(leaves["w_zero"]).T).T.contiguous()
+    if "bias" in leaves:
+        found["bias"] = leaves["bias"]
+    return found
+
+
+def _words(codes: Tensor) -> Tensor:
+    """uint8 codes 0..15 [R, C] -> int32 [R, ceil(C / 8)]; code j of a word stands in bits 4j to 4j + 3."""
+    short = -codes.shape[1] % PER_WORD
+    wide = torch.nn.functional.pad(codes, (0, short)).unflatten(1, (-1, PER_WORD)).to(torch.int32)
+    shifts = torch.arange(PER_WORD, dtype=torch.int32) * 4
+    return (wide << shifts).sum(2, dtype=torch.int32)
+
+
+def _group_size(name: str, width: int) -> int:
+    for size in GROUP_SIZES:
+        if width % size == 0:
+            return size
+    raise CometError(f"{name}: {width} channels do not split into groups of {GROUP_SIZES[-1]}", "skip this linear")
+
+
+def _refuse(manifest: Manifest, requantize: bool) -> None:
+    layers = {name: entry for name, entry in manifest.linears.items() if not (entry.weight_bits == 8 and entry.folded)}
+    wide = [name for name, entry in layers.items() if entry.weight_bits != 4]
+    if wide:
+        raise CometError(f"{wide[0]}: has 8-bit weights, only 4-bit ones are exported", "use a recipe of 4-bit weights")
+    rotated = [name for name, entry in layers.items() if entry.hadamard]
+    if rotated and not requantize:
+        raise CometError(
+            f"{rotated[0]} and {len(rotated) - 1} other linears are stored rotated (activations.hadamard), which "
+            "compressed-tensors cannot say",
+            "pack with --recipe w4a16, or give --requantize to round them anew, at a loss that is then stated",
+        )
+
+
+def _left_out(manifest: Manifest) -> list[str]:
+    recipe, lost = manifest.recipe, []
+    if recipe.activations.bits < 16:
+        lost.append(f"{recipe.activations.bits}-bit activations: they stay in 16 bit")
+    if recipe.kv_cache.bits < 16:
+        lost.append(f"{recipe.kv_cache.bits}-bit KV cache: it stays in 16 bit")
+    if manifest.embedding_bits == 8 or any(entry.weight_bits == 8 for entry in manifest.linears.values()):
+        lost.append("8-bit embedding or head: written in 16 bit")
+    if any(entry.share > 1 for entry in manifest.linears.values()):
+        lost.append("units of shared activation scales: divided into the weights' scales, which are rounded again")
+    return lost
+
+
+def _unrotated(leaves: dict[str, Tensor], entry: LinearEntry) -> tuple[dict[str, Tensor], float]:
+    """A rotated linear turned back and rounded to nearest in the model's own channel order; the error that this adds,
+    relative to the packed weight."""
+    width, bits = entry.in_features, leaves["block_bits"]
+    stored = weight_integers(leaves["qweight"], leaves.get("w_zero")) * leaves["w_scale"].float()[..., None]
+    weight = rotate_int4(stored, bits)  # the transform is its own inverse
+    if "act_unit" in leaves:
+        weight = weight / leaves["act_unit"][None, :, None]
+    weight = weight.flatten(1)[:, :width]
+    if "perm" in leaves:
+        weight = weight[:, leaves["perm"].long().argsort()]
+    identity = BlockPlan(torch.arange(width, dtype=torch.int32), bits, torch.ones_like(leaves["act_clip"]), False)
+    blocks = to_storage(weight, identity)
+    spec = WeightSpec(bits=4, symmetric=entry.symmetric, method="rtn", clip_search=True)
+    fresh = quantize_rtn(blocks, torch.ones(blocks[0].numel()), spec)
+    error = float((fresh.dequantize() - blocks).norm() / blocks.norm())
+    made = {"qweight": fresh.qweight, "w_scale": fresh.scale, "w_zero": fresh.zero, "bias": leaves.get("bias")}
+    return {leaf: tensor for leaf, tensor in made.items() if tensor is not None}, error
+
+
+def _sixteen(tensors: dict[str, Tensor], packed: dict[str, dict[str, Tensor]], manifest: Manifest) -> dict[str, Tensor]:
+    """What is not a 4-bit linear: as it is, or 8-bit embeddings and heads in bfloat16."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((".qweight", ".w_scale"))}
+    widths = [entry.in_features for entry in manifest.linears.values() if entry.weight_bits == 8]
+    for name in (name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")):
+        codes, scale = tensors[f"{name}.qweight"], tensors[f"{name}.w_scale"]
+        plain[f"{name}.weight"] = _decoded(codes, scale, widths[0] if widths else codes.shape[1])
+    for name, leaves in packed.items():
+        if manifest.linears[name].weight_bits == 8:
+            plain[f"{name}.weight"] = _decoded(leaves["qweight"], leaves["w_scale"], manifest.linears[name].in_features)
+            plain |= {f"{name}.bias": leaves["bias"]} if "bias" in leaves else {}
+    return plain
+
+
+def _decoded(codes: Tensor, scale: Tensor, width: int) -> Tensor:
+    """int8 [V, 128 * NB], bf16 [V, NB] -> bf16 [V, width]."""
+    return (split_blocks(codes.float()) * scale.float()[..., None]).flatten(1)[:, :width].to(torch.bfloat16)
+
+
+def _quantization_config(groups: dict[tuple[bool, bool, int], list[str]], stored: Iterable[str]) -> dict[str, Any]:
+    """config.json's quantization_config: one group of linears per kind of layout."""
+    config_groups = {}
+    for number, ((symmetric, ordered, size), names) in enumerate(sorted(groups.items())):
+        config_groups[f"group_{number}"] = {
+            "targets": names,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": symmetric,
+                "strategy": "group",
+                "group_size": size,
+                "actorder": "group" if ordered else None,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+    quantized = {name for names in groups.values() for name in names}
+    owners = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": sorted((owners | {"lm_head"}) - quantized),
+        "kv_cache_scheme": None,
+    }
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except OSError as error:
+        raise CometError(f"{path}: cannot be written ({error})", "free disk space, or choose another --out") from error

@@ -1,0 +1,172 @@
+"""Export to compressed-tensors: the same weights bit for bit, read by stock transformers, and what cannot be kept."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from comet_core.integrations.compressed_tensors import export
+from comet_core.linear import W4AxLinear
+from comet_core.packed import load_packed
+from comet_core.recipe import load_recipe
+from comet_cuda.errors import CometError
+from comet_cuda.w4ax_gemm import weight_integers
+
+if TYPE_CHECKING:
+    from conftest import Packed
+
+
+@pytest.fixture(scope="module")
+def weight_only(put_through: Callable[..., "Packed"], llama_config: Callable[..., Any]) -> "Packed":
+    """W4A16, asymmetric, gathered and folded permutations, widths 128 and 320 (groups of 128 and 64), biases."""
+    return put_through(llama_config(attention_bias=True), "w4a16")
+
+
+@pytest.fixture(scope="module")
+def exported(weight_only: "Packed", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "ct"
+    done = export(weight_only.packed, out)
+    assert not done.requantized and not done.left_out and len(done.exact) == 14
+    assert done.bytes == sum(file.stat().st_size for file in out.iterdir())
+    return out
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    return tensors
+
+
+def scheme_of(folder: Path, name: str) -> dict[str, Any]:
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    found = [group for group in groups if name in group["targets"]]
+    assert len(found) == 1
+    return dict(found[0]["weights"])
+
+
+def decoded(tensors: dict[str, torch.Tensor], name: str, scheme: dict[str, Any]) -> torch.Tensor:
+    """The format read by the letter, one weight at a time where it matters: f32 [N, K]."""
+    rows, width = tensors[f"{name}.weight_shape"].tolist()
+    words, scale = tensors[f"{name}.weight_packed"].long(), tensors[f"{name}.weight_scale"].float()
+    zeros = tensors.get(f"{name}.weight_zero_point")
+    weight = torch.empty(rows, width)
+    group_of = tensors.get(f"{name}.weight_g_idx", torch.arange(width) // scheme["group_size"])
+    for k in range(width):
+        code = (words[:, k // 8] >> (4 * (k % 8))) & 15
+        g = int(group_of[k])
+        n = torch.arange(rows)
+        zero = torch.full((rows,), 8) if zeros is None else (zeros.long()[n // 8, g] >> (4 * (n % 8))) & 15
+        weight[:, k] = (code - zero) * scale[:, g]
+    return weight
+
+
+def weight_of(linear: W4AxLinear) -> torch.Tensor:
+    """What a weight-only linear multiplies by, in the model's channel order."""
+    weight = (weight_integers(linear.qweight, linear.w_zero) * linear.w_scale.float()[..., None]).flatten(1)
+    weight = weight[:, : linear.in_features]
+    return weight if linear.perm is None else weight[:, linear.perm.long().argsort()]
+
+
+def test_weights_are_the_packed_ones(weight_only: "Packed", exported: Path) -> None:
+    model, tensors = load_packed(weight_only.packed).model, stored(exported)
+    orders, sizes = set(), set()
+    for name, linear in model.named_modules():
+        if isinstance(linear, W4AxLinear):
+            scheme = scheme_of(exported, name)
+            orders.add(scheme["actorder"])
+            sizes.add(scheme["group_size"])
+            assert torch.equal(decoded(tensors, name, scheme), weight_of(linear))
+            assert (f"{name}.weight_g_idx" in tensors) == (linear.perm is not None)
+    assert (orders, sizes) == ({None, "group"}, {64, 128})
+    config = json.loads((exported / "config.json").read_text())
+    assert "experts_implementation" not in config
+    assert "lm_head" in config["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rotated_weights_are_refused_or_rounded_anew_at_a_stated_loss(
+    put_through: Callable[..., "Packed"], llama_config: Callable[..., Any], symmetric: bool, tmp_path: Path
+) -> None:
+    recipe = load_recipe("w4a4kv4")
+    made = put_through(llama_config(), replace(recipe, weights=replace(recipe.weights, symmetric=symmetric)))
+    with pytest.raises(CometError, match="stored rotated"):
+        export(made.packed, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    done = export(made.packed, tmp_path / "anew", requantize=True)
+    assert any("activations" in words for words in done.left_out) and any("KV" in words for words in done.left_out)
+    tensors, model = stored(tmp_path / "anew"), load_packed(made.packed).model
+    for name in (name for name in done.requantized if "q_proj" in name or "up_proj" in name):
+        exact = rotated_weight(model.get_submodule(name))
+        error = (decoded(tensors, name, scheme_of(tmp_path / "anew", name)) - exact).norm() / exact.norm()
+        assert 0.01 < error < 0.2
+        assert done.requantized[name] == pytest.approx(float(error), rel=1e-3)
+
+
+def rotated_weight(linear: Any) -> torch.Tensor:
+    """The real weight of a linear whose INT4 blocks are rotated, by an explicit Hadamard matrix."""
+    hadamard = torch.ones(1, 1)
+    for _ in range(7):
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    blocks = weight_integers(linear.qweight, linear.w_zero) * linear.w_scale.float()[..., None]
+    for b, bits in enumerate(linear.block_bits.tolist()):
+        if bits == 4:
+            blocks[:, b] = blocks[:, b] @ (hadamard / 128**0.5)
+    if linear.act_unit is not None:
+        blocks = blocks / linear.act_unit[None, :, None]
+    weight = blocks.flatten(1)[:, : linear.in_features]
+    return weight if linear.perm is None else weight[:, linear.perm.long().argsort()]
+
+
+def test_eight_bit_parts_become_sixteen_bit(
+    put_through: Callable[..., "Packed"], llama_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    recipe = replace(load_recipe("w4a16"), embedding_bits=8, lm_head_bits=8)
+    made = put_through(llama_config(), recipe)
+    done = export(made.packed, tmp_path / "ct")
+    assert done.left_out == ["8-bit embedding or head: written in 16 bit"]
+    tensors, model = stored(tmp_path / "ct"), load_packed(made.packed, dtype=torch.bfloat16).model
+    assert torch.equal(tensors["model.embed_tokens.weight"], model.get_input_embeddings()(torch.arange(257)))
+    assert tensors["lm_head.weight"].shape == (257, 128)
+
+
+def test_command(weight_only: "Packed", tmp_path: Path) -> None:
+    from comet_cli import main
+
+    done = CliRunner().invoke(main.app, ["export", str(weight_only.packed), "--out", str(tmp_path / "x"), "--json"])
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["exact"]) == 14
+    again = CliRunner().invoke(main.app, ["export", str(weight_only.packed), "--out", str(tmp_path / "x")])
+    assert again.exit_code == 2 and "not empty" in again.stderr
+    assert CliRunner().invoke(main.app, ["export", str(weight_only.packed), "--format", "gguf"]).exit_code == 2
+
+
+LOAD = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+with torch.no_grad():
+    logits = model(input_ids=torch.arange(40)[None]).logits
+torch.save(logits, sys.argv[2])
+assert "comet_core" not in sys.modules
+"""
+
+
+def test_stock_transformers_gives_our_logits(weight_only: "Packed", exported: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors (pip install compressed-tensors)")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOAD, str(exported), str(tmp_path / "logits.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with torch.no_grad():
+        ours = load_packed(weight_only.packed).model(input_ids=torch.arange(40)[None]).logits
+    assert torch.allclose(torch.load(tmp_path / "logits.pt"), ours, atol=1e-4)
