@@ -24,12 +24,16 @@ from comet_core.plan import (
     PlanChoice,
     block_costs,
     block_error,
+    block_grams,
+    block_ranges,
     choose_permutation,
     clip_values,
     output_energy,
     place_int8_blocks,
+    search_clips,
     segments_for,
     spend_budget,
+    typical_units,
 )
 from comet_core.progress import Progress
 from comet_core.recipe import LinearSpec, Recipe
@@ -155,6 +159,8 @@ class _Measured:
     perm: Tensor
     choice: PlanChoice
     int8_blocks: int  # by threshold; the budget rule overwrites it
+    clips: Tensor | None = None  # f32 [NB], where the recipe searches them
+    ranges: Tensor | None = None  # f32 [S, NB], where blocks share scales and have units
 
     @property
     def is_w4a4(self) -> bool:
@@ -191,11 +197,15 @@ def _measure(
     )
     if measured.is_w4a4:
         weight = torch.cat([layer_linears(layer)[name].weight.float() for name in quantized])
-        x = stats.sample
-        error4 = block_error(x, weight, perm, 4, spec.activations)
-        error8 = block_error(x, weight, perm, 8, spec.activations)
+        act, x = spec.activations, stats.sample
+        rotated, plain = block_grams(weight, perm, rotate=act.hadamard), block_grams(weight, perm, rotate=False)
+        error4, error8 = block_error(x, rotated, perm, 4, act), block_error(x, plain, perm, 8, act)
         energy = max(output_energy(x, weight), 1e-30)
         measured.choice = PlanChoice(((error4 - error8) / energy).cpu(), cost, segments)
+        if act.clip_search:
+            measured.clips = search_clips(x, rotated, perm, act)
+        if act.share > 1 and act.unit:
+            measured.ranges = block_ranges(x, perm, act.hadamard).cpu()
         if spec.blocks.rule == "threshold":
             wanted = num_blocks(int(outlier_channels(stats.absmax, spec.blocks.threshold).sum()))
             measured.int8_blocks = -(-wanted // segments) * segments
@@ -239,7 +249,12 @@ def _plan_group(m: _Measured) -> GroupPlan:
     else:
         bits = torch.full((total,), m.spec.activations.bits if m.quantized else 16, dtype=torch.uint8)
     hadamard = m.spec.activations.hadamard and bool((bits == 4).any())
-    plan = BlockPlan(m.perm, bits, clip_values(bits, m.spec.activations), hadamard, _share(m, bits))
+    clip = clip_values(bits, m.spec.activations)
+    if m.clips is not None:
+        clip = torch.where(bits == 4, m.clips, clip)
+    share = _share(m, bits)
+    unit = typical_units(m.ranges, bits, clip) if share > 1 and m.ranges is not None else None
+    plan = BlockPlan(m.perm, bits, clip, hadamard, share, unit)
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
 

@@ -60,8 +60,9 @@ class Calibration:
         whole = hashlib.sha256(self.tokens.numpy().tobytes())
         for item in self.groups:
             whole.update(f"{item.layer} {item.group} {item.quantized} {item.plan.hadamard} {item.plan.share}".encode())
-            for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip):
-                whole.update(tensor.numpy().tobytes())
+            for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip, item.plan.unit):
+                if tensor is not None:
+                    whole.update(tensor.numpy().tobytes())
         return whole.hexdigest()
 
 
@@ -92,6 +93,8 @@ def save(calibration: Calibration, out: Path) -> None:
             f"{key}.block_bits": item.plan.block_bits,
             f"{key}.act_clip": item.plan.clip,
         }
+        if item.plan.unit is not None:
+            tensors[f"{key}.act_unit"] = item.plan.unit
         groups.append(
             {
                 "layer": item.layer,
@@ -180,7 +183,12 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
     absmax = tensors[f"{key}.absmax"]
     if absmax.dtype != torch.float32 or absmax.shape != perm.shape or not bool((absmax >= 0).all()):
         raise ValueError(f"{key}.absmax must be {group.in_channels} values from 0 up")
-    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), {1: 1, 4: 4}[item["share"]])
+    unit = tensors.get(f"{key}.act_unit")
+    if unit is not None and not (
+        unit.dtype == torch.float32 and unit.shape == (blocks,) and bool((torch.isfinite(unit) & (unit > 0)).all())
+    ):
+        raise ValueError(f"{key}.act_unit must be {blocks} finite values above 0")
+    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), {1: 1, 4: 4}[item["share"]], unit)
     return GroupPlan(int(item["layer"]), group, tuple(item["quantized"]), plan, absmax, dict(item["report"]))
 
 

@@ -317,3 +317,12 @@ def permute_rows(linear: nn.Linear, perm: Tensor) -> None:
     linear.weight = nn.Parameter(linear.weight[rows], requires_grad=False)
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias[rows], requires_grad=False)
+
+
+def load_sixteen(source: ModelSource, device: str, dtype: torch.dtype) -> nn.Module:
+    """The unquantized model of a source, whole, in `dtype` on `device`."""
+    decoder = Decoder(source, device=device, dtype=dtype)
+    decoder.load_non_layers()
+    for index in range(len(decoder.layers)):
+        decoder.load_layer(index)
+    return decoder.model

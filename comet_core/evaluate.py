@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from comet_core.calibrate import resolve_compute
 from comet_core.corpus import Corpus, load_corpus, perplexity_windows
-from comet_core.decoder import Decoder
+from comet_core.decoder import load_sixteen
 from comet_core.kv_cache import int4_key_fraction
-from comet_core.model_source import ModelSource, resolve_model
+from comet_core.model_source import resolve_model
 from comet_core.packed import PackedModel, is_packed, load_packed
 from comet_core.progress import Progress
 from comet_core.provenance import provenance
 from comet_core.recipe import KVCacheSpec
+from comet_core.scores import final_hidden, log_probabilities
 from comet_cuda.errors import CometError
 
 LOGIT_ROWS = 512  # token rows whose logits are held in float32 at once
@@ -54,15 +55,6 @@ class Scores:
     base_nll: float = 0.0
     kl: float = 0.0
     agree: int = 0
-
-
-def load_sixteen(source: ModelSource, device: str, dtype: torch.dtype) -> nn.Module:
-    """The unquantized model of a source, whole, in `dtype` on `device`."""
-    decoder = Decoder(source, device=device, dtype=dtype)
-    decoder.load_non_layers()
-    for index in range(len(decoder.layers)):
-        decoder.load_layer(index)
-    return decoder.model
 
 
 def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
@@ -108,55 +100,20 @@ def _tokenizer(folder: Path) -> Any:
 @torch.no_grad()
 def score_windows(model: nn.Module, base: nn.Module | None, tokens: Tensor, scores: Scores) -> None:
     """Add windows, int64 [batch, L], to `scores`."""
-    hidden = _final_hidden(model, tokens)
-    base_hidden = _final_hidden(base, tokens) if base is not None else None
+    hidden = final_hidden(model, tokens)
+    base_hidden = final_hidden(base, tokens) if base is not None else None
     targets = tokens[:, 1:].flatten()
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, min(start + LOGIT_ROWS, len(targets)))
-        log_p = _log_probabilities(model, hidden[rows])
+        log_p = log_probabilities(model, hidden[rows])
         target = targets[rows, None]
         scores.nll -= float(log_p.gather(1, target).double().sum())
         scores.tokens += len(target)
         if base is not None and base_hidden is not None:
-            log_q = _log_probabilities(base, base_hidden[rows])
+            log_q = log_probabilities(base, base_hidden[rows])
             scores.base_nll -= float(log_q.gather(1, target).double().sum())
             scores.kl += float((log_q.exp() * (log_q - log_p)).sum(1).double().sum())
             scores.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
-
-
-def _final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What enters lm_head before each token but the first, [batch * (L - 1), D]: captured by a hook, so that logits
-    never exist for whole windows."""
-    seen: list[Tensor] = []
-
-    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0][:, :-1].flatten(0, 1))
-        raise _Seen
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(see)  # type: ignore[operator]
-    try:
-        model(input_ids=tokens, use_cache=False)
-    except _Seen:
-        pass
-    finally:
-        handle.remove()
-    return seen[0]
-
-
-class _Seen(Exception):
-    """The hidden states have been captured."""
-
-
-def _log_probabilities(model: nn.Module, hidden: Tensor) -> Tensor:
-    """float32 log-probabilities [rows, V], the model's own soft cap applied."""
-    logits = model.get_output_embeddings()(hidden).float()  # type: ignore[operator]
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    if cap:
-        logits = cap * torch.tanh(logits / cap)
-    scale = getattr(model.config, "logits_scaling", None) or getattr(model.config, "logit_scale", None)
-    if scale is not None and scale != 1:
-        raise CometError(f"{type(model).__name__}: scales its logits by {scale}, which is not supported in evaluation")
-    return torch.log_softmax(logits, -1)
 
 
 def evaluate_perplexity(

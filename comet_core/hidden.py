@@ -41,6 +41,16 @@ class HiddenStates:
         else:
             self._values = torch.empty(windows, length, width, dtype=dtype, device=device)
 
+    def copy(self, spill_folder: Path | None = None) -> "HiddenStates":
+        """Another buffer with the same values."""
+        limit = 0 if self.spilled else DEFAULT_LIMIT
+        shape = (self._values.shape[0], self._values.shape[1], self._values.shape[2])
+        other = HiddenStates(
+            shape, dtype=self._values.dtype, device=self.device, limit=limit, spill_folder=spill_folder
+        )
+        other._values.copy_(self._values)
+        return other
+
     def ranges(self) -> list[tuple[int, int]]:
         """Window ranges [start, stop) of one step each, in order."""
         windows = self._values.shape[0]

@@ -112,7 +112,7 @@ class Ledger:
             kept_rtn=tuple(
                 note["linear"]
                 for note in self.notes
-                if note["method"] == "rtn" and "gptq" in note["relative_output_error"]
+                if note.get("method") == "rtn" and "gptq" in note["relative_output_error"]
             ),
             warnings=tuple(f"{note['linear']}: {note['warning']}" for note in self.notes if "warning" in note),
         )

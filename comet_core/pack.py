@@ -1,44 +1,27 @@
-"""Calibration -> packed checkpoint, one layer in memory at a time, going on after a crash where it stopped.
+"""Calibration -> packed checkpoint, one layer in memory at a time (pack_job.py), and tuned if the recipe says so.
 
-For every layer: fold permutations into producers, then for each group in execution order collect the Hessian of its
-input (the hidden states have passed through all layers packed so far), quantize its linears and put them in place;
-at last run the packed layer to make the next layer's input, and write its shard. A shard under its final name is
-complete, so a restart reads the finished layers back, runs the windows through them, and continues: since every step
-is a function of bytes on disk, the result has the same bytes.
+Tuning needs the whole model. It starts from a finished folder of its own beside the one asked for, so that a run which
+is killed while tuning finds the untuned model again.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
 
-from comet_core.calibrate import embed_windows, resolve_compute
-from comet_core.calibration import Calibration, GroupPlan, load_calibration
-from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows
-from comet_core.hidden import HiddenStates
-from comet_core.kv_cache import attention_name
-from comet_core.ledger import Ledger, PackedInfo
-from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
+from comet_core.calibrate import resolve_compute
+from comet_core.calibration import Calibration, load_calibration
+from comet_core.decoder import load_sixteen
+from comet_core.ledger import PackedInfo
 from comet_core.model_source import ModelSource
-from comet_core.packed import (
-    FORMAT_VERSION,
-    MANIFEST,
-    STARTED,
-    LinearEntry,
-    module_name,
-    put_linears,
-    split_linear_tensors,
-)
-from comet_core.plan import BlockPlan, fold_permutation
+from comet_core.pack_job import PackJob
+from comet_core.packed import load_packed
 from comet_core.progress import Progress
-from comet_core.quantize_group import OutputMemo, Windows, needs_windows, quantize_group
-from comet_core.recipe import Recipe, WeightSpec, digest
-from comet_core.shards import INDEX, read_shard, shard_name, write_atomic, write_shard
+from comet_core.recipe import Recipe, digest
+from comet_core.shards import read_shard, write_shard
+from comet_core.tune import tune
 from comet_cuda.errors import CometError
 
 
@@ -84,7 +67,9 @@ def pack(
     except OSError as error:
         raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another folder with --out") from error
     try:
-        return _Job(source, found, recipe, out, device, compute, progress).run()
+        if recipe.tuning.epochs:
+            return _pack_tuned(source, found, recipe, out, device, compute, progress)
+        return PackJob(source, found, recipe, out, device, compute, progress).run()
     finally:
         lock.release()
 
@@ -99,6 +84,7 @@ def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
         calibration=found.recipe.calibration,
         weights=found.recipe.weights,
         kv_cache=found.recipe.kv_cache,
+        tuning=found.recipe.tuning,
         embedding_bits=found.recipe.embedding_bits,
         lm_head_bits=found.recipe.lm_head_bits,
     )
@@ -121,255 +107,39 @@ def _check_embedding_bits(source: ModelSource, recipe: Recipe) -> None:
         )
 
 
-class _Job:
-    """One run of `pack` on one folder."""
-
-    def __init__(
-        self,
-        source: ModelSource,
-        calibration: Calibration,
-        recipe: Recipe,
-        out: Path,
-        device: str,
-        dtype: torch.dtype,
-        progress: Progress,
-    ) -> None:
-        self.source, self.calibration, self.recipe, self.out = source, calibration, recipe, out
-        self.progress = progress
-        self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention_name(recipe.kv_cache))
-        self.count = len(self.decoder.layers) + 1  # shards
-        self.ledger = Ledger()
-        self._check_groups()
-
-    def run(self) -> PackedInfo:
-        """Start or go on, and finish."""
-        self._begin()
-        tokens = self.calibration.tokens
-        hidden = HiddenStates(
-            (tokens.shape[0], tokens.shape[1], self.decoder.width),
-            dtype=self.decoder.dtype,
-            device=self.decoder.device,
-            spill_folder=self.out,
-        )
-        calls = embed_windows(self.decoder, tokens, hidden)
-        for _, module in self.decoder.non_layer_modules():
-            self.decoder.unload(module)
-        by_layer: dict[int, list[GroupPlan]] = {}
-        for item in self.calibration.groups:
-            by_layer.setdefault(item.layer, []).append(item)
-        last_missing = max((i for i in range(self.count - 1) if not self._shard(i).exists()), default=-1)
-        if not any(needs_windows(self.recipe.for_linear(name).weights) for name in self._quantized_names()):
-            last_missing = -1  # the windows need not pass through any layer
-        with self.progress.task("pack", self.count) as task:
-            for index in range(self.count - 1):
-                layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
-                windows = Windows(hidden, layer_calls, len(tokens), OutputMemo())
-                if self._shard(index).exists():
-                    layer = self._reload_layer(index, needed=index <= last_missing)
-                else:
-                    layer = self._pack_layer(index, by_layer[index], windows)
-                if index < self.count - 2 and index <= last_missing:  # nobody reads what leaves the last layer
-                    for start, stop in hidden.ranges():
-                        hidden.write(start, stop, windows.run(layer, start, stop))
-                self.decoder.release_layer(index)
-                task.advance()
-            if self._shard(self.count - 1).exists():
-                self.ledger.record(self._shard(self.count - 1), *read_shard(self._shard(self.count - 1)))
-            else:
-                self._pack_non_layers()
-            task.advance()
-        return self.ledger.finish(self.source, self.calibration, self.recipe, self.out)
-
-    def _check_groups(self) -> None:
-        """The calibration must fit the model: its groups every linear of every layer once, its tokens known ones."""
-        token, size = int(self.calibration.tokens.max()), self.source.config.get_text_config().vocab_size
-        if token >= size:
-            raise CometError(
-                f"the calibration holds token {token}, the vocabulary of {self.source.name} ends before {size}",
-                "run `comet calibrate` again",
-            )
-        wanted = {
-            (f"{self.decoder.layer_prefix}.{index}.{name}", linear.in_features)
-            for index, layer in enumerate(self.decoder.layers)
-            for name, linear in layer_linears(layer).items()
-        }
-        prefix = self.calibration.layer_prefix
-        given = [
-            (f"{prefix}.{item.layer}.{name}", item.group.in_channels)
-            for item in self.calibration.groups
-            for name in item.group.names
-        ]
-        if len(given) != len(wanted) or set(given) != wanted:
-            name, width = min(set(given) ^ wanted, default=given[0])
-            raise CometError(
-                f"the calibration's groups are not the linears of {self.source.name}: {name} ({width} channels)",
-                "run `comet calibrate` again",
-            )
-
-    def _quantized_names(self) -> list[str]:
-        prefix = self.decoder.layer_prefix
-        return [f"{prefix}.{item.layer}.{name}" for item in self.calibration.groups for name in item.quantized]
-
-    def _shard(self, index: int) -> Path:
-        return self.out / shard_name(index, self.count)
-
-    def _begin(self) -> None:
-        """Claim the folder, or recognise an unfinished run of the same job."""
-        job = {
-            "format_version": FORMAT_VERSION,
-            "recipe": digest(self.recipe),
-            "model": self.calibration.model["digest"],
-            "calibration": self.calibration.sha256(),
-            "shards": self.count,
-            "dtype": str(self.decoder.dtype),
-            "device": self.decoder.device.type,
-        }
-        marker = self.out / STARTED
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            if marker.exists():
-                if json.loads(marker.read_text(encoding="utf-8")) != job:
-                    raise CometError(
-                        f"{self.out}: holds the unfinished packing of another model, recipe or calibration",
-                        "remove the folder, or choose another with --out",
-                    )
-                for leftover in self.out.glob("*.tmp"):
-                    leftover.unlink()
-                return
-            if (self.out / MANIFEST).exists():
-                self._clear_finished()
-            elif any(file.name != f"{STARTED}.tmp" for file in self.out.iterdir()):
-                raise CometError(
-                    f"{self.out}: is not empty and holds no packed model", "choose another folder with --out"
-                )
-            write_atomic(marker, json.dumps(job))
-        except OSError as error:
-            raise CometError(
-                f"{self.out}: cannot be written ({error.strerror})", "choose another folder with --out"
-            ) from error
-        except ValueError as error:
-            raise CometError(f"{marker}: cannot be understood", "remove the folder and pack again") from error
-
-    def _clear_finished(self) -> None:
-        """Remove the files of an earlier finished packing, config.json first, because without it the folder is not
-        whole. The manifest stays until it is replaced: whoever is killed in here finds by it what the folder was."""
-        for name in ("config.json", INDEX):
-            (self.out / name).unlink(missing_ok=True)
-        for shard in self.out.glob("model-*-of-*.safetensors"):
-            shard.unlink()
-
-    def _reload_layer(self, index: int, *, needed: bool) -> nn.Module:
-        """Layer `index` from its finished shard; its weights are put in place only if the windows must pass it."""
-        tensors, notes = read_shard(self._shard(index))
-        self.ledger.record(self._shard(index), tensors, notes)
-        layer = self.decoder.layers[index]
-        if needed:
-            prefix = f"{self.decoder.layer_prefix}.{index}"
-            entries = self.ledger.entries
-            names = [name for name in entries if name.startswith(f"{prefix}.")]
-            put_linears(layer, prefix, split_linear_tensors(tensors, names), entries)
-            self._put_sixteen(layer, f"{prefix}.", tensors)
-            layer.to(self.decoder.device)
-        return layer
-
-    def _pack_layer(self, index: int, groups: Sequence[GroupPlan], windows: Windows) -> nn.Module:
-        """Quantize layer `index` group by group, write its shard, return it packed."""
-        prefix = f"{self.decoder.layer_prefix}.{index}"
-        layer = self.decoder.load_layer(index)
-        linears = layer_linears(layer)
-        packed = {name for item in groups for name in item.quantized}
-        kept = {name: p for name, p in layer.named_parameters() if name.rpartition(".")[0] not in packed}
-        rounded = {name: sixteen_bit(p) for name, p in kept.items()}
-        self._put_sixteen(layer, "", rounded)  # as a later run will find them
-        for item in groups:
-            for name in item.group.producers:
-                permute_rows(linears[name], item.plan.perm.long().to(self.decoder.device))
-        tensors: dict[str, Tensor] = {}
-        entries: dict[str, dict[str, Any]] = {}
-        notes: list[dict[str, Any]] = []
-        for item in groups:
-            if item.folded:
-                for name in item.group.names:
-                    columns = item.plan.perm.long().to(self.decoder.device)
-                    linears[name].weight = nn.Parameter(linears[name].weight[:, columns], requires_grad=False)
-            if not item.quantized:
-                continue
-            plan = self._device_plan(item)
-            for names, spec in self._by_spec(prefix, item):
-                quantized, found = quantize_group(layer, names, plan, spec, windows)
-                notes += [note | {"linear": f"{prefix}.{note['linear']}"} for note in found]
-                for name, weight in quantized.items():
-                    linear = linears.pop(name)  # its 16-bit weight is not needed any more
-                    leaves = linear_tensors(weight, plan, linear.bias, folded=item.folded)
-                    entries[f"{prefix}.{name}"] = asdict(
-                        LinearEntry(
-                            linear.in_features,
-                            linear.out_features,
-                            spec.bits,
-                            spec.symmetric,
-                            plan.hadamard,
-                            item.folded,
-                            plan.share,
-                        )
-                    )
-                    tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
-                    replace_linear(layer, name, leaves, plan.hadamard, plan.share)
-        tensors |= {f"{prefix}.{name}": sixteen_bit(parameter) for name, parameter in layer.named_parameters()}
-        shard_notes = {"linears": entries, "layers": notes}
-        write_shard(self._shard(index), tensors, shard_notes)
-        self.ledger.record(self._shard(index), tensors, shard_notes)
-        return layer
-
-    def _put_sixteen(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
-        """Set parameters that stay unquantized, by name after `prefix`, in the type of the computation."""
-        for name, tensor in tensors.items():
-            owner, _, leaf = name.removeprefix(prefix).rpartition(".")
-            value = tensor.to(self.decoder.device, self.decoder.dtype)
-            setattr(layer.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-
-    def _device_plan(self, item: GroupPlan) -> BlockPlan:
-        device = self.decoder.device
-        perm = fold_permutation(item.plan.perm) if item.folded else item.plan.perm
-        return replace(
-            item.plan,
-            perm=perm.to(device),
-            block_bits=item.plan.block_bits.to(device),
-            clip=item.plan.clip.to(device),
-        )
-
-    def _by_spec(self, prefix: str, item: GroupPlan) -> list[tuple[list[str], WeightSpec]]:
-        """The group's linears, together where they are quantized alike (one GPTQ run then serves them all)."""
-        sets: dict[WeightSpec, list[str]] = {}
-        for name in item.quantized:
-            sets.setdefault(self.recipe.for_linear(f"{prefix}.{name}").weights, []).append(name)
-        return [(names, spec) for spec, names in sets.items()]
-
-    def _pack_non_layers(self) -> None:
-        """Embeddings, final norm and lm_head: 16 bit, or 8 bit where the recipe says so. They are read as they are
-        stored and never held in the type of the computation: nothing is larger in a model with a large vocabulary."""
-        model, reader = self.decoder.model, self.source.weights()
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        tied = is_tied(model)
-        tensors: dict[str, Tensor] = {}
-        entries: dict[str, dict[str, Any]] = {}
-        for name, module in self.decoder.non_layer_modules():
-            if module is head and tied:
-                continue
-            bits = {id(embedding): self.recipe.embedding_bits, id(head): self.recipe.lm_head_bits}.get(id(module), 16)
-            for leaf, _ in list(module.named_parameters(recurse=False)):
-                stored = reader.load(f"{name}.{leaf}")
-                if not all_finite(stored):
-                    raise CometError(f"{name}.{leaf}: holds NaN or Inf", "the checkpoint is damaged; fetch it again")
-                if bits == 16 or leaf != "weight":
-                    tensors[f"{name}.{leaf}"] = sixteen_bit(stored)
-                    continue
-                weight = eight_bit(stored)
-                rows, columns = stored.shape
-                tensors |= {f"{name}.qweight": weight.qweight, f"{name}.w_scale": weight.scale}
-                if module is head:
-                    tensors |= {f"{name}.{key}": value for key, value in unquantized_input(columns).items()}
-                if module is head or tied:
-                    entries[module_name(model, head)] = asdict(LinearEntry(columns, rows, 8, True, False, True))
-        notes = {"linears": entries, "layers": []}
-        write_shard(self._shard(self.count - 1), tensors, notes)
-        self.ledger.record(self._shard(self.count - 1), tensors, notes)
+def _pack_tuned(
+    source: ModelSource,
+    found: Calibration,
+    recipe: Recipe,
+    out: Path,
+    device: str,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> PackedInfo:
+    """Pack into a draft, distill the 16-bit model into it (tune.py), write the outcome to `out`."""
+    job = PackJob(source, found, recipe, out, device, dtype, progress)
+    draft = PackJob(source, found, recipe, out.parent / f".{out.name}.untuned", device, dtype, progress)
+    if not draft.is_done():
+        draft.run()
+    tuned = tune(
+        load_packed(draft.out, device=device, dtype=dtype).model,
+        load_sixteen(source, device, dtype),
+        found.tokens,
+        spec=recipe.tuning,
+        kv_cache=recipe.kv_cache,
+        holdout=recipe.weights.holdout,
+        seed=recipe.calibration.seed,
+        progress=progress,
+    )
+    job.begin()
+    for index in range(job.count):
+        tensors, notes = read_shard(draft.shard(index))
+        for name in tensors.keys() & tuned.tensors.keys():
+            tensors[name] = tuned.tensors[name].to("cpu", tensors[name].dtype)
+        if index == 0:
+            notes["layers"].insert(0, {"tuning": {"before": tuned.before, "after": tuned.after}})
+        write_shard(job.shard(index), tensors, notes)
+        job.ledger.record(job.shard(index), tensors, notes)
+    info = job.ledger.finish(source, found, recipe, out)
+    shutil.rmtree(draft.out)
+    return info

@@ -17,7 +17,9 @@ from torch import Tensor
 from comet_core.recipe import ActivationSpec, BlockSpec
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import hadamard_blocks, quantize_act_ref, to_blocks
+from comet_cuda.quantize_act import QUAD, hadamard_blocks, quantize_act_ref, to_blocks
+
+CLIP_GRID = (-0.25, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1)  # steps around the recipe's clip
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,67 @@ def clip_values(block_bits: Tensor, spec: ActivationSpec) -> Tensor:
     return torch.where(block_bits == 4, spec.clip, 1.0).to(torch.float32)
 
 
-def block_error(x: Tensor, weight: Tensor, perm: Tensor, bits: int, spec: ActivationSpec) -> Tensor:
+def block_grams(weight: Tensor, perm: Tensor, *, rotate: bool) -> Tensor:
+    """W_b^T W_b of every block of columns, f32 [NB, 128, 128]: all that an output error asks of the weights.
+
+    Args:
+        weight: f32 [N, K], rows of all linears of the group. perm: int32 [K]. rotate: as they meet rotated input.
+    """
+    blocks = to_blocks(weight, perm)
+    blocks = (hadamard_blocks(blocks) if rotate else blocks).transpose(0, 1)  # [NB, N, 128]
+    return blocks.mT @ blocks
+
+
+def block_error(
+    x: Tensor, grams: Tensor, perm: Tensor, bits: int, spec: ActivationSpec, clip: float | None = None
+) -> Tensor:
     """Energy of the output error that quantizing each block alone causes, f64 [NB], every token weighted alike.
 
     Args:
-        x: f32 [S, K] sampled inputs. weight: f32 [N, K], rows of all linears of the group. perm: int32 [K].
-        bits: 4 or 8. spec: clip and rotation.
+        x: f32 [S, K] sampled inputs. grams: `block_grams`, rotated where `bits` is 4 and the recipe rotates.
+        perm: int32 [K]. bits: 4 or 8. spec: clip, rotation, sharing. clip: of INT4 blocks, in place of the recipe's.
     """
     count = num_blocks(x.shape[1])
     block_bits = torch.full((count,), bits, dtype=torch.uint8, device=x.device)
-    codes, scale = quantize_act_ref(x, perm, block_bits, clip_values(block_bits, spec), spec.hadamard)
-    exact, w = to_blocks(x, perm), to_blocks(weight, perm)
+    clips = clip_values(block_bits, spec) if clip is None else torch.full((count,), clip, device=x.device)
+    codes, scale = quantize_act_ref(x, perm, block_bits, clips, spec.hadamard, spec.share)
+    exact = to_blocks(x, perm)
     if spec.hadamard and bits == 4:
-        exact, w = hadamard_blocks(exact), hadamard_blocks(w)
-    delta = codes.float() * scale[..., None] - exact
+        exact = hadamard_blocks(exact)
+    delta = (codes.float() * scale[..., None] - exact).transpose(0, 1)  # [NB, S, 128]
     norm = x.square().sum(1)
     token_weight = torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
-    errors = [((delta[:, b] @ w[:, b].T).square().sum(1) * token_weight).sum().double() for b in range(count)]
-    return torch.stack(errors)
+    return (((delta @ grams) * delta).sum(2) * token_weight).sum(1).double()
+
+
+def search_clips(x: Tensor, grams: Tensor, perm: Tensor, spec: ActivationSpec) -> Tensor:
+    """The clip of each block, f32 [NB] on the CPU, with the least `block_error` in 4 bit, of CLIP_GRID around the
+    recipe's."""
+    grid = sorted({min(max(spec.clip + step, 0.05), 1.0) for step in CLIP_GRID})
+    errors = torch.stack([block_error(x, grams, perm, 4, spec, clip) for clip in grid])
+    return torch.tensor(grid)[errors.argmin(0).cpu()]
+
+
+def block_ranges(x: Tensor, perm: Tensor, rotate: bool) -> Tensor:
+    """f32 [S, NB]: the absolute maximum of each row's blocks, rotated if INT4 blocks are."""
+    blocks = to_blocks(x, perm)
+    return (hadamard_blocks(blocks) if rotate else blocks).abs().amax(-1)
+
+
+def typical_units(ranges: Tensor, block_bits: Tensor, clip: Tensor) -> Tensor:
+    """The unit of each block for shared scales, f32 [NB]: the median over rows of its scale over its quad's mean scale.
+
+    Args:
+        ranges: f32 [S, NB], see `block_ranges`. block_bits: uint8 [NB]. clip: f32 [NB].
+    """
+    is_int4 = block_bits == 4
+    scale = torch.where(is_int4, ranges * clip, 0.0)
+    padding = -scale.shape[1] % QUAD
+    quads = torch.nn.functional.pad(scale, (0, padding)).view(len(scale), -1, QUAD).sum(2)
+    members = torch.nn.functional.pad(is_int4.float(), (0, padding)).view(-1, QUAD).sum(1).clamp(min=1)
+    mean = (quads / members).repeat_interleave(QUAD, 1)[:, : scale.shape[1]]
+    ratio = torch.where(mean > 0, scale / mean.clamp(min=1e-30), torch.ones_like(scale)).median(0).values
+    return torch.where(is_int4 & (ratio > 0), ratio, torch.ones_like(ratio))
 
 
 def output_energy(x: Tensor, weight: Tensor) -> float:

@@ -16,7 +16,8 @@ from torch import Tensor
 from comet_core.decoder import all_finite
 from comet_core.plan import BlockPlan
 from comet_core.recipe import WeightSpec
-from comet_cuda.affine import BLOCK, code_max, split_blocks, symmetric_qmax
+from comet_core.replay import replay
+from comet_cuda.affine import BLOCK, code_max, symmetric_qmax
 from comet_cuda.int4 import SYMMETRIC_ZERO, pack_nibbles
 from comet_cuda.quantize_act import hadamard_blocks, to_blocks
 from comet_cuda.w4ax_gemm import weight_integers
@@ -97,10 +98,10 @@ def _storable(scale: Tensor) -> Tensor:
 
 
 def choose_grid(w: Tensor, importance: Tensor, spec: WeightSpec) -> Grid:
-    """The grid of one block with the least weighted squared rounding error.
+    """The grid of one block (or row) with the least weighted squared rounding error.
 
     Args:
-        w: f32 [N, 128]. importance: f32 [128], weight of each column's squared error. spec: bits, symmetry, search.
+        w: f32 [N, n]. importance: f32 [n], weight of each column's squared error. spec: bits, symmetry, search.
     """
     best = _grid(w, 1.0, spec.bits, spec.symmetric)
     if not spec.clip_search:
@@ -117,7 +118,8 @@ def choose_grid(w: Tensor, importance: Tensor, spec: WeightSpec) -> Grid:
     return best
 
 
-def _assemble(codes: list[Tensor], grids: list[Grid], spec: WeightSpec) -> QuantizedWeight:
+def assemble(codes: list[Tensor], grids: list[Grid], spec: WeightSpec) -> QuantizedWeight:
+    """Codes f32 [N, 128] and grids, one per block, in their stored form."""
     stacked = torch.stack(codes, 1)  # f32 [N, NB, 128]
     scale = torch.stack([grid.scale for grid in grids], 1).to(torch.bfloat16)
     if spec.bits == 8:
@@ -132,8 +134,11 @@ def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWe
     Args:
         w: f32 [N, NB, 128] in storage order. importance: f32 [NB * 128], used by the clip search only.
     """
-    grids = [choose_grid(w[:, b], importance[b * BLOCK : (b + 1) * BLOCK], spec) for b in range(w.shape[1])]
-    return _assemble([grid.codes(w[:, b]) for b, grid in enumerate(grids)], grids, spec)
+    if spec.group == "row":
+        grids = [choose_grid(w.flatten(1), importance, spec)] * w.shape[1]
+    else:
+        grids = [choose_grid(w[:, b], importance[b * BLOCK : (b + 1) * BLOCK], spec) for b in range(w.shape[1])]
+    return assemble([grid.codes(w[:, b]) for b, grid in enumerate(grids)], grids, spec)
 
 
 def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[QuantizedWeight, float] | None:
@@ -152,32 +157,47 @@ def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[Quantiz
     upper, damping = factored
     rest = w.flatten(1).clone()
     importance = hessian.diagonal()
+    row_grid = choose_grid(rest, importance, spec) if spec.group == "row" else None
     codes: list[Tensor] = []
     grids: list[Grid] = []
     for start in range(0, rest.shape[1], BLOCK):
         stop = start + BLOCK
         block, factor = rest[:, start:stop], upper[start:stop, start:stop]
-        grid = choose_grid(block, importance[start:stop], spec)
-        block_codes, errors = torch.empty_like(block), torch.empty_like(block)
-        columns = block.T.contiguous()  # [128, N]: a column is contiguous
-        for i in range(BLOCK):
-            column = columns[i][:, None]
-            code = grid.codes(column)
-            error = ((column - grid.values(code)) / factor[i, i])[:, 0]
-            columns[i + 1 :].addr_(factor[i, i + 1 :], error, alpha=-1)
-            block_codes[:, i], errors[:, i] = code[:, 0], error
-        rest[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-        codes.append(block_codes)
+        grid = row_grid or choose_grid(block, importance[start:stop], spec)
+        limits = torch.tensor([grid.low, grid.high], dtype=torch.float32, device=w.device)
+        chosen, errors = replay(_round_block, block.T.contiguous(), factor.contiguous(), grid.scale, grid.zero, limits)
+        rest[:, stop:].addmm_(errors.T, upper[start:stop, stop:], alpha=-1)
+        codes.append(chosen.T)
         grids.append(grid)
     del factored, upper  # as large as the Hessian
-    return _assemble(codes, grids, spec), damping
+    return assemble(codes, grids, spec), damping
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
-    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds.
+def _round_block(columns: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """GPTQ inside one block.
 
-    No more than two matrices of the Hessian's size are held beside it: of a wide linear each is as large as a layer.
+    Args:
+        columns: f32 [128, N], overwritten: a column of weights is contiguous. factor: f32 [128, 128], upper.
+        scale, zero: f32 [N]. limits: f32 [2], smallest and largest code.
+
+    Returns:
+        codes and errors over the factor's diagonal, both f32 [128, N].
     """
+    codes, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for i in range(BLOCK):
+        column, code, error = columns[i], codes[i], errors[i]
+        torch.div(column, scale, out=code)
+        code.round_().add_(zero).clamp_(limits[0], limits[1])
+        torch.sub(code, zero, out=error)
+        error.mul_(scale)
+        torch.sub(column, error, out=error)
+        error.div_(factor[i, i])
+        columns[i + 1 :].addr_(factor[i, i + 1 :], error, alpha=-1)
+    return codes, errors
+
+
+def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:
+    """Lower Cholesky factor of the damped Hessian, and the damping that it took; None if it stayed indefinite."""
     diagonal = hessian.diagonal()
     mean = diagonal[diagonal > 0].mean() if bool((diagonal > 0).any()) else diagonal.new_tensor(1.0)
     dead = diagonal <= 0  # zero padding and channels that never fired: no error to move, none to receive
@@ -186,62 +206,27 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | N
         damped.diagonal().add_(mean * damping)
         damped.diagonal()[dead] = mean
         lower, failed = torch.linalg.cholesky_ex(damped)
-        del damped
         if not int(failed):
-            inverse = torch.cholesky_inverse(lower)  # type: ignore[no-untyped-call]
-            del lower
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            del inverse
-            if not int(failed) and all_finite(upper):
-                return upper, damping
+            return lower, damping
+        del damped, lower
+        damping *= 10
+    return None, damping
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
+    """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds.
+
+    No more than two matrices of the Hessian's size are held beside it: of a wide linear each is as large as a layer.
+    """
+    for _ in range(DAMPING_RETRIES):
+        lower, damping = cholesky(hessian, damping)
+        if lower is None:
+            return None
+        inverse = torch.cholesky_inverse(lower)  # type: ignore[no-untyped-call]
+        del lower
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        del inverse
+        if not int(failed) and all_finite(upper):
+            return upper, damping
         damping *= 10
     return None
-
-
-def output_error(w: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> float:
-    """Energy of the output error, trace(D H D^T) with D = w - dequantized, in storage order."""
-    delta = w.flatten(1) - quantized.dequantize().flatten(1)
-    return float(((delta @ hessian) * delta).sum())
-
-
-class Hessian:
-    """Accumulates sum of weight_t x_t x_t^T over token rows, permuted and padded but not yet rotated."""
-
-    def __init__(self, columns: int, token_weighting: str, device: torch.device) -> None:
-        self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-        self._weighting = TOKEN_WEIGHTS[token_weighting]
-
-    @classmethod
-    def identity(cls, columns: int, device: torch.device) -> "Hessian":
-        """All columns matter alike: what rounding without data works with."""
-        hessian = cls(columns, "none", device)
-        hessian.matrix.fill_diagonal_(1.0)
-        return hessian
-
-    def add(self, x: Tensor) -> None:
-        """x: f32 [T, NB * 128]."""
-        scaled = x * self._weighting(x)[:, None]
-        self.matrix.addmm_(scaled.T, scaled)
-
-    def rotate(self, plan: BlockPlan) -> None:
-        """R H R^T with the plan's rotation R: cheaper once on the sum than on every row. In place, block by block."""
-        if not plan.hadamard:
-            return
-        for rows in self.matrix.split(BLOCK):
-            rows.copy_(rotate_int4(split_blocks(rows), plan.block_bits).flatten(1))
-        for rows, bits in zip(self.matrix.split(BLOCK), plan.block_bits.tolist(), strict=True):
-            if bits == 4:
-                rows.copy_(hadamard_blocks(rows.T.contiguous()).T)
-
-
-def _inverse_norm(x: Tensor) -> Tensor:
-    norm = x.norm(dim=1)
-    return torch.where(norm > 0, 1 / norm, torch.zeros_like(norm))
-
-
-def _one(x: Tensor) -> Tensor:
-    return torch.ones_like(x[:, 0])
-
-
-# square root of each token's weight: by "inverse_norm" every token counts the same, however large its activations
-TOKEN_WEIGHTS = {"inverse_norm": _inverse_norm, "none": _one}

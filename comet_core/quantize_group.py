@@ -1,9 +1,11 @@
 """A group's linears -> QuantizedWeights: run the windows up to the group's input, fit GPTQ, keep what is better.
 
-GPTQ fits the Hessian of most windows; the others are held out and judge it: a linear keeps rounding to nearest where
-its output error on them is not lower with GPTQ.
+GPTQ fits the moments of most windows (moments.py); the others are held out and judge it: a linear keeps rounding to
+nearest where its output error on them is not lower with GPTQ. Where the recipe aims at the 16-bit model's outputs, a
+second run of the windows goes through the same layer unquantized.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.decoder import Call, StopForward, layer_linears, run_layer
+from comet_core.descent import descend
 from comet_core.hidden import HiddenStates
 from comet_core.linear import W4AxLinear
+from comet_core.moments import Moments, exact_rows, quantized_rows, rotated_rows
 from comet_core.plan import BlockPlan
-from comet_core.quantize import Hessian, QuantizedWeight, output_error, quantize_gptq, quantize_rtn, to_storage
+from comet_core.quantize import QuantizedWeight, quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
-from comet_cuda.affine import BLOCK
-from comet_cuda.quantize_act import to_blocks
 
-MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer
+MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer, on a CPU
+MEMO_SHARE = 5  # on a GPU a fifth of what is free when the layer begins
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Windows:
     calls: dict[int, Call]  # by number of windows a step
     count: int
     outputs: "OutputMemo"
+    sixteen: "Sixteen | None" = None
 
     def run(self, layer: nn.Module, start: int, stop: int) -> Tensor:
         """Windows [start, stop) through the layer; linears that are packed already do not compute again."""
@@ -40,8 +44,39 @@ class Windows:
             return run_layer(layer, self.hidden.read(start, stop), self.calls[stop - start])
 
 
+@dataclass(frozen=True)
+class Sixteen:
+    """The same windows in the unquantized model: what enters this layer there, and the layer as it was."""
+
+    hidden: HiddenStates
+    layer: nn.Module
+    outputs: "OutputMemo"
+
+    def run(self, call: Call, start: int, stop: int) -> Tensor:
+        """Windows [start, stop) through the unquantized layer."""
+        with self.outputs.reading(self.layer, start, nn.Linear):
+            return run_layer(self.layer, self.hidden.read(start, stop), call)
+
+
+def sixteen_layer(layer: nn.Module) -> nn.Module:
+    """A copy of the layer's modules on the same parameters, with plain 16-bit attention: what packing replaces in
+    `layer` stays as it was in the copy."""
+    shared = {id(tensor): tensor for tensor in (*layer.parameters(), *layer.buffers())}
+    twin = copy.deepcopy(layer, shared)
+    for module in twin.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = "sdpa"
+    return twin
+
+
+def memo_bytes(device: torch.device) -> int:
+    """How much of a layer's outputs to remember."""
+    return torch.cuda.mem_get_info(device)[0] // MEMO_SHARE if device.type == "cuda" else MEMO_BYTES
+
+
 class OutputMemo:
-    """Outputs of a layer's packed linears by window range, up to `limit` bytes.
+    """Outputs of a layer's linears by window range, up to `limit` bytes.
 
     The windows run through a layer once per group, and linears packed for an earlier group give the same output every
     time. On a CPU, where the reference computes them, remembering is much cheaper than computing.
@@ -52,11 +87,11 @@ class OutputMemo:
         self._kept: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
-    def reading(self, layer: nn.Module, start: int) -> Iterator[None]:
-        """While inside, packed linears of `layer` return what they returned before for the range from `start`."""
-        packed = {name: module for name, module in layer.named_modules() if isinstance(module, W4AxLinear)}
+    def reading(self, layer: nn.Module, start: int, kind: type[nn.Module] = W4AxLinear) -> Iterator[None]:
+        """While inside, linears of this kind in `layer` return what they returned before for the range from `start`."""
+        packed = {name: module for name, module in layer.named_modules() if isinstance(module, kind)}
         for name, module in packed.items():
-            module.forward = partial(self._output, (name, start), module.forward)  # type: ignore[method-assign]
+            module.forward = partial(self._output, (name, start), module.forward)
         try:
             yield
         finally:
@@ -80,7 +115,7 @@ def quantize_group(
 
     Args:
         layer: materialized; groups that run before this one are already packed. names: the linears, inside the layer.
-        plan: of their input, on the layer's device. spec: bits, method, damping, held-out share.
+        plan: of their input, on the layer's device. spec: bits, method, target, damping, held-out share.
         windows: the layer's input.
 
     Returns:
@@ -88,34 +123,52 @@ def quantize_group(
     """
     linears = layer_linears(layer)
     if needs_windows(spec):
-        train, held_out = _hessians(layer, names[0], plan, spec, windows)
+        train, held_out = _moments(layer, names[0], plan, spec, windows)
     else:
-        train, held_out = Hessian.identity(BLOCK * len(plan.block_bits), plan.block_bits.device), None
+        train, held_out = Moments(plan, "none", with_gap=False), None
+        train.hessian.fill_diagonal_(1.0)  # all columns matter alike: what rounding without data works with
     stored = {name: to_storage(linears[name].weight, plan) for name in names}
-    result = {name: quantize_rtn(stored[name], train.matrix.diagonal(), spec) for name in names}
+    result = {name: quantize_rtn(stored[name], train.hessian.diagonal(), spec) for name in names}
+    judge = train if held_out is None else held_out
+    energy = {name: judge.energy(stored[name]) for name in names}
+    errors = {name: {"rtn": judge.error(stored[name], result[name])} for name in names}
     parts: list[QuantizedWeight | None] = [None] * len(names)
     damping = 0.0
     if spec.method == "gptq":
-        fitted = quantize_gptq(torch.cat([stored[name] for name in names]), train.matrix, spec)
+        together = torch.cat([stored[name] for name in names])
+        fitted = _fit(together, train, spec, free_gap=held_out is not None)
         if fitted is not None:
             weight, damping = fitted
             parts = list(_split_rows(weight, [stored[name].shape[0] for name in names]))
-    judge = train.matrix if held_out is None else held_out.matrix
     notes = []
     for name, part in zip(names, parts, strict=True):
-        flat = stored[name].flatten(1)
-        energy = max(float(((flat @ judge) * flat).sum()), 1e-30)
-        errors = {"rtn": output_error(stored[name], result[name], judge) / energy}
-        note: dict[str, Any] = {"linear": name, "method": "rtn", "relative_output_error": errors}
+        note: dict[str, Any] = {"linear": name, "method": "rtn"}
         if part is not None:
-            errors["gptq"] = output_error(stored[name], part, judge) / energy
-            if held_out is None or errors["gptq"] < errors["rtn"]:
+            errors[name]["gptq"] = judge.error(stored[name], part)
+            if held_out is None or errors[name]["gptq"] < errors[name]["rtn"]:
                 result[name] = part
                 note |= {"method": "gptq", "damping": damping}
         elif spec.method == "gptq":
             note["warning"] = "the Hessian stayed indefinite through all dampings; rounded to nearest"
+        note["relative_output_error"] = {method: error / energy[name] for method, error in errors[name].items()}
         notes.append(note)
     return result, notes
+
+
+def _fit(w: Tensor, train: Moments, spec: WeightSpec, *, free_gap: bool) -> tuple[QuantizedWeight, float] | None:
+    """GPTQ and the descent after it, on the weights that are best for the target. `free_gap`: nobody else reads it."""
+    best = train.best_weights(w, spec.compensation, spec.damping)
+    if free_gap:
+        train.gap = None
+    fitted = quantize_gptq(best, train.hessian, spec)
+    if fitted is None or not spec.passes:
+        return fitted
+    weight, damping = fitted
+    diagonal = train.hessian.diagonal()
+    alive = diagonal > 0
+    damped = train.hessian.clone()
+    damped.diagonal().add_(damping * diagonal[alive].mean() if bool(alive.any()) else 0.0)
+    return descend(best, weight, damped, spec), damping
 
 
 def needs_windows(spec: WeightSpec) -> bool:
@@ -123,38 +176,56 @@ def needs_windows(spec: WeightSpec) -> bool:
     return spec.method == "gptq" or spec.clip_search
 
 
-def _hessians(
+def needs_sixteen(spec: WeightSpec) -> bool:
+    """Whether quantizing by `spec` follows the windows through the unquantized model."""
+    return spec.method == "gptq" and spec.target == "sixteen" and spec.compensation > 0
+
+
+def _moments(
     layer: nn.Module, name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows
-) -> tuple[Hessian, Hessian | None]:
-    """Hessians of a group's input in storage order: of the windows to fit, and of those held out to judge."""
-    columns, device = BLOCK * len(plan.block_bits), plan.block_bits.device
+) -> tuple[Moments, Moments | None]:
+    """Moments of a group's input: of the windows to fit, and of those held out to judge."""
     every = round(1 / spec.holdout) if spec.holdout and spec.method == "gptq" else 0
     every = every if 0 < every <= windows.count else 0
-    train = Hessian(columns, spec.token_weighting, device)
-    held_out = Hessian(columns, spec.token_weighting, device) if every else None
-    first = 0
+    coded = spec.inputs == "quantized" and bool((plan.block_bits < 16).all())
+    sixteen = windows.sixteen if needs_sixteen(spec) else None
+    with_gap = sixteen is not None or (coded and spec.method == "gptq" and spec.target != "weights")
+    seen_rows = quantized_rows if coded else exact_rows  # exact rows are rotated at the end, all at once
+    wanted_rows = rotated_rows if coded else exact_rows
+    train = Moments(plan, spec.token_weighting, with_gap=with_gap)
+    held_out = Moments(plan, spec.token_weighting, with_gap=with_gap) if every else None
+    for start, stop in windows.hidden.ranges():
+        own = _input_of(layer, name, partial(windows.run, layer, start, stop))
+        other = own
+        if sixteen is not None:
+            other = _input_of(sixteen.layer, name, partial(sixteen.run, windows.calls[stop - start], start, stop))
+        for offset, (x, goal) in enumerate(zip(own, other, strict=True)):
+            to_judge = held_out is not None and (start + offset) % every == every - 1
+            chosen = held_out if to_judge and held_out is not None else train
+            x, goal = x.reshape(-1, x.shape[-1]), goal.reshape(-1, goal.shape[-1])
+            chosen.add(seen_rows(x, plan), wanted_rows(goal, plan) if with_gap else None)
+    for moments in (train, held_out):
+        if moments is not None and not coded:
+            moments.rotate(plan)
+    return train, held_out
+
+
+def _input_of(layer: nn.Module, name: str, run: Callable[[], Tensor]) -> Tensor:
+    """What enters the linear `name` of `layer`, [windows, length, K], while `run` runs it."""
+    seen: list[Tensor] = []
 
     def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for offset, x in enumerate(args[0]):
-            rows = to_blocks(x.reshape(-1, x.shape[-1]), plan.perm).float().flatten(1)
-            to_judge = held_out is not None and (first + offset) % every == every - 1
-            (held_out if to_judge and held_out is not None else train).add(rows)
+        seen.append(args[0])
         raise StopForward
 
-    handle = layer_linears(layer)[name].register_forward_pre_hook(see)
+    handle = layer.get_submodule(name).register_forward_pre_hook(see)
     try:
-        for start, stop in windows.hidden.ranges():
-            first = start
-            try:
-                windows.run(layer, start, stop)
-            except StopForward:
-                continue
+        run()
+    except StopForward:
+        pass
     finally:
         handle.remove()
-    for hessian in (train, held_out):
-        if hessian is not None:
-            hessian.rotate(plan)
-    return train, held_out
+    return seen[0]
 
 
 def _split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:

@@ -43,6 +43,19 @@ class CalibrationSpec:
 
 
 @dataclass(frozen=True)
+class TransformSpec:
+    """Changes to the model that keep its function, made before it is quantized."""
+
+    rotate: str = one_of("none", "residual")
+    smooth: str = one_of("none", "smoothquant", "awq")
+    alpha: float = number(0.5, 0, 1)  # smoothquant's exponent
+    clip: str = one_of("none", "learned")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "transform")
+
+
+@dataclass(frozen=True)
 class WeightSpec:
     """How a weight becomes codes. 16 bits: the linear stays as it is."""
 
@@ -53,6 +66,11 @@ class WeightSpec:
     damping: float = number(0.01, 0, 1, open_low=True)  # share of the mean Hessian diagonal
     token_weighting: str = one_of("inverse_norm", "none")
     holdout: float = number(0.125, 0, 0.5)  # share of the calibration windows
+    group: str = one_of("block", "row")  # what shares one scale and zero point of a row
+    inputs: str = one_of("exact", "quantized")  # what GPTQ multiplies: inputs as they are, or as their codes
+    target: str = one_of("weights", "own", "sixteen")  # what GPTQ approximates
+    compensation: float = number(1.0, 0, 1)  # share of the way from the weights to the target's best weights
+    passes: int = whole(0, 0, 20)  # of coordinate descent after GPTQ
 
     def __post_init__(self) -> None:
         check_fields(self, "weights")
@@ -67,7 +85,9 @@ class ActivationSpec:
     bits: int = one_of(4, 8, 16)  # of the blocks that are not outlier blocks
     clip: float = number(0.9, 0, 1, open_low=True)  # share of absmax that code 7 stands for (INT4 blocks)
     hadamard: bool = flag(True)  # rotate INT4 blocks
+    clip_search: bool = flag(False)  # per INT4 block, around `clip`, by output error
     share: int = one_of(1, 4)  # neighbouring INT4 blocks whose scales differ by powers of two only
+    unit: bool = flag(True)  # with share 4: each block's typical scale moves into the weights
 
     def __post_init__(self) -> None:
         check_fields(self, "activations")
@@ -102,6 +122,19 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, "kv_cache")
+
+
+@dataclass(frozen=True)
+class TuningSpec:
+    """Distillation of the packed model from the 16-bit one; 0 epochs: none."""
+
+    epochs: int = whole(0, 0, 100)
+    windows: int = whole(4, 1, 4096)  # calibration windows a step
+    learning_rate: float = number(0.002, 0, 1)  # of scales, norms and biases, relative to their size, a step
+    code_rate: float = number(0.0, 0, 1)  # of weight codes, in code steps
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tuning")
 
 
 @dataclass(frozen=True)
@@ -148,10 +181,12 @@ class Recipe:
     name: str = text("unnamed")
     description: str = text("no description")
     calibration: CalibrationSpec = CalibrationSpec()
+    transform: TransformSpec = TransformSpec()
     weights: WeightSpec = WeightSpec()
     activations: ActivationSpec = ActivationSpec()
     blocks: BlockSpec = BlockSpec()
     kv_cache: KVCacheSpec = KVCacheSpec()
+    tuning: TuningSpec = TuningSpec()
     embedding_bits: int = one_of(16, 8)
     lm_head_bits: int = one_of(16, 8)
     skip: tuple[str, ...] = patterns()
@@ -194,7 +229,13 @@ class Recipe:
         return LinearSpec(**specs)
 
 
-_SECTIONS: dict[str, type[Any]] = {"calibration": CalibrationSpec, **LINEAR_SECTIONS, "kv_cache": KVCacheSpec}
+_SECTIONS: dict[str, type[Any]] = {
+    "calibration": CalibrationSpec,
+    "transform": TransformSpec,
+    **LINEAR_SECTIONS,
+    "kv_cache": KVCacheSpec,
+    "tuning": TuningSpec,
+}
 _BITS_SECTIONS = ("embedding", "lm_head")
 _TOP_KEYS = ("name", "description", *_SECTIONS, *_BITS_SECTIONS, "skip", "overrides")
 

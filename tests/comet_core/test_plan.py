@@ -11,6 +11,7 @@ from comet_core.plan import (
     PlanChoice,
     block_costs,
     block_error,
+    block_grams,
     choose_permutation,
     clip_values,
     place_int8_blocks,
@@ -83,7 +84,8 @@ def test_block_error_falls_with_bits_and_is_zero_for_zero_input() -> None:
     x, weight, perm = torch.randn(50, 300), torch.randn(20, 300), torch.randperm(300).int()
     x[:, perm[128:256].long()] = 0
     spec = ActivationSpec(hadamard=False)
-    error4, error8 = block_error(x, weight, perm, 4, spec), block_error(x, weight, perm, 8, spec)
+    grams = block_grams(weight, perm, rotate=False)
+    error4, error8 = block_error(x, grams, perm, 4, spec), block_error(x, grams, perm, 8, spec)
     assert error4[1] == 0 and bool((error8 <= error4).all()) and error8[0] < 0.02 * error4[0]
     assert clip_values(torch.tensor([4, 8], dtype=torch.uint8), spec).tolist() == pytest.approx([0.9, 1.0])
 

@@ -4,18 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet_core.moments import Moments, exact_rows
 from comet_core.plan import BlockPlan
-from comet_core.quantize import (
-    Hessian,
-    choose_grid,
-    output_error,
-    quantize_gptq,
-    quantize_rtn,
-    to_storage,
-)
+from comet_core.quantize import choose_grid, quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.int4 import unpack_nibbles
-from comet_cuda.quantize_act import to_blocks
 
 
 def plan_of(channels: int, int8: int = 0, hadamard: bool = False) -> BlockPlan:
@@ -24,12 +17,12 @@ def plan_of(channels: int, int8: int = 0, hadamard: bool = False) -> BlockPlan:
     return BlockPlan(torch.randperm(channels).int(), bits, torch.ones(blocks), hadamard)
 
 
-def problem(hadamard: bool = False) -> tuple[Tensor, Tensor, Hessian, BlockPlan]:
+def problem(hadamard: bool = False) -> tuple[Tensor, Tensor, Moments, BlockPlan]:
     torch.manual_seed(0)
     x = torch.randn(600, 300) @ (0.2 * torch.randn(300, 300) + torch.eye(300))
     weight, plan = torch.randn(40, 300) * 0.05, plan_of(300, 1, hadamard)
-    hessian = Hessian(384, "inverse_norm", torch.device("cpu"))
-    hessian.add(to_blocks(x, plan.perm).flatten(1))
+    hessian = Moments(plan, "inverse_norm", with_gap=False)
+    hessian.add(exact_rows(x, plan))
     hessian.rotate(plan)
     return x, to_storage(weight, plan), hessian, plan
 
@@ -38,18 +31,18 @@ def test_hessian_is_that_of_rotated_rows_with_equal_tokens() -> None:
     x, _, hessian, plan = problem(hadamard=True)
     rows = to_storage(x, plan).flatten(1)
     rows = rows / rows.norm(dim=1, keepdim=True)
-    assert torch.allclose(hessian.matrix, rows.T @ rows, atol=1e-4)
-    assert float(hessian.matrix.trace()) == pytest.approx(600, rel=1e-4)
+    assert torch.allclose(hessian.hessian, rows.T @ rows, atol=1e-4)
+    assert float(hessian.hessian.trace()) == pytest.approx(600, rel=1e-4)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gptq_beats_rounding_on_the_inputs_it_saw(symmetric: bool) -> None:
     _, w, hessian, _ = problem()
     spec = WeightSpec(symmetric=symmetric)
-    found = quantize_gptq(w, hessian.matrix, spec)
+    found = quantize_gptq(w, hessian.hessian, spec)
     assert found is not None and found[1] == spec.damping
-    rounded = quantize_rtn(w, hessian.matrix.diagonal(), spec)
-    assert output_error(w, found[0], hessian.matrix) < 0.8 * output_error(w, rounded, hessian.matrix)
+    rounded = quantize_rtn(w, hessian.hessian.diagonal(), spec)
+    assert hessian.error(w, found[0]) < 0.8 * hessian.error(w, rounded)
     assert (found[0].zero is None) == symmetric
 
 
@@ -88,11 +81,11 @@ def test_zero_rows_dead_channels_and_padding_stay_finite() -> None:
     weight = torch.randn(4, 300)
     weight[1] = 0
     w = to_storage(weight, plan)
-    hessian = Hessian(384, "none", torch.device("cpu"))
-    hessian.add(to_blocks(x, plan.perm).flatten(1))
+    hessian = Moments(plan, "none", with_gap=False)
+    hessian.add(exact_rows(x, plan))
     for result in (
-        quantize_gptq(w, hessian.matrix, WeightSpec()),
-        (quantize_rtn(w, hessian.matrix.diagonal(), WeightSpec()),),
+        quantize_gptq(w, hessian.hessian, WeightSpec()),
+        (quantize_rtn(w, hessian.hessian.diagonal(), WeightSpec()),),
     ):
         assert result is not None
         values = result[0].dequantize()

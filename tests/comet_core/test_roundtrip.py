@@ -74,7 +74,7 @@ def test_reloading_gives_the_integers_that_packing_made(
     smol: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """What quantization hands to the writer, kept in memory, against what is read back from the first folder."""
-    import comet_core.pack as pack_module
+    import comet_core.pack_job as pack_module
 
     made: dict[str, Tensor] = {}
     write = pack_module.write_shard

@@ -1,0 +1,326 @@
+"""Packed model + 16-bit model -> the packed model, tuned: distillation of what GPTQ cannot see.
+
+GPTQ brings each linear near its own outputs; what the errors of all layers do to the next token together, nobody has
+looked at so far. Here the whole packed model runs on the calibration windows as it will run (integer activations, 4-bit
+keys and values), and the divergence of its next-token distribution from the 16-bit model's is lowered by gradient
+descent over few numbers: weight scales, norms and biases, and, where the recipe asks for it, the real values that the
+weight codes are rounded from. Rounding is passed straight through. Windows that GPTQ did not fit either judge: what
+does not lower the divergence there is dropped.
+
+Source: Hinton et al., "Distilling the Knowledge in a Neural Network", 2015; scales alone: Chen et al., "EfficientQAT",
+2024 (arXiv:2407.11062).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comet_core.kv_cache import fake_quantize_keys, fake_quantize_values
+from comet_core.linear import W4AxLinear
+from comet_core.progress import Progress
+from comet_core.recipe import KVCacheSpec, TuningSpec
+from comet_core.scores import final_hidden, log_probabilities
+from comet_cuda.affine import BLOCK, code_max, split_blocks
+from comet_cuda.int4 import SYMMETRIC_ZERO, pack_nibbles
+from comet_cuda.quantize_act import hadamard_blocks, quantize_act, to_blocks
+from comet_cuda.w4ax_gemm import weight_integers
+
+LOGIT_ROWS = {"cpu": 256, "cuda": 2048}  # token rows whose logits are held at once
+TOKENS_A_PASS = {"cpu": 2048, "cuda": 8192}  # that go through the models at once
+WARM_UP = 0.1  # share of the steps
+BETAS = (0.9, 0.95)  # of Adam
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came out. `tensors` is empty if the judge refused it.
+
+    Attributes:
+        tensors: stored tensors that changed, by their name in the checkpoint.
+        before, after: divergence from the 16-bit model on the judging windows, nats a token.
+    """
+
+    tensors: dict[str, Tensor]
+    before: float
+    after: float
+
+
+def tune(
+    model: nn.Module,
+    teacher: nn.Module,
+    tokens: Tensor,
+    *,
+    spec: TuningSpec,
+    kv_cache: KVCacheSpec,
+    holdout: float,
+    seed: int,
+    progress: Progress,
+) -> Tuned:
+    """Distill `teacher` into `model`.
+
+    Args:
+        model: packed, on its device; its linears are replaced for good. teacher: the 16-bit model, same device.
+        tokens: int64 [windows, L]. spec: epochs, windows a step, rates. holdout: share of the windows that judges.
+        seed: of the windows' order.
+    """
+    device = next(model.parameters()).device
+    _straight_attention(model, kv_cache)
+    every = round(1 / holdout) if holdout else 0
+    judging = torch.arange(len(tokens)) % every == every - 1 if 0 < every <= len(tokens) else torch.zeros(0).bool()
+    judge = tokens[judging] if len(judging) else tokens
+    train = tokens[~judging] if len(judging) else tokens
+    trainable = _TrainableModel(model, spec)
+    before = _divergence(model, teacher, judge, device)
+    steps = spec.epochs * math.ceil(len(train) / spec.windows)
+    optimizer = torch.optim.Adam(trainable.groups(), betas=BETAS, eps=1e-12)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(seed)
+    with progress.task("tune", steps) as task:
+        step = 0
+        for _ in range(spec.epochs):
+            for chosen in torch.randperm(len(train), generator=generator).split(spec.windows):
+                _accumulate(model, teacher, train[chosen], device)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * _schedule(step, steps)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                trainable.clamp()
+                step += 1
+                task.advance()
+    after = _divergence(model, teacher, judge, device)
+    progress.log(f"tuning: divergence from the 16-bit model {before:.4f} -> {after:.4f} nats a token, held-out windows")
+    return Tuned(trainable.stored() if after < before else {}, before, after)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Rises over the first steps, falls to zero as a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def _passes(tokens: Tensor, device: torch.device) -> Iterator[Tensor]:
+    rows = max(1, TOKENS_A_PASS.get(device.type, TOKENS_A_PASS["cpu"]) // tokens.shape[1])
+    for part in tokens.split(rows):
+        yield part.to(device)
+
+
+def _accumulate(model: nn.Module, teacher: nn.Module, tokens: Tensor, device: torch.device) -> None:
+    """Add the gradient of the mean divergence over `tokens`."""
+    share = 1 / (tokens.shape[0] * (tokens.shape[1] - 1))
+    for part in _passes(tokens, device):
+        with torch.no_grad():
+            wanted = final_hidden(teacher, part)
+        with torch.enable_grad():
+            hidden = final_hidden(model, part)
+            leaf = hidden.detach().requires_grad_()
+            for rows in _row_ranges(len(leaf), device):
+                (_rows_divergence(model, teacher, leaf[rows], wanted[rows]) * share).backward()
+            hidden.backward(leaf.grad)
+
+
+@torch.no_grad()
+def _divergence(model: nn.Module, teacher: nn.Module, tokens: Tensor, device: torch.device) -> float:
+    total, count = 0.0, 0
+    for part in _passes(tokens, device):
+        hidden, wanted = final_hidden(model, part), final_hidden(teacher, part)
+        for rows in _row_ranges(len(hidden), device):
+            total += float(_rows_divergence(model, teacher, hidden[rows], wanted[rows]))
+        count += len(hidden)
+    return total / count
+
+
+def _row_ranges(count: int, device: torch.device) -> Iterator[slice]:
+    step = LOGIT_ROWS.get(device.type, LOGIT_ROWS["cpu"])
+    for start in range(0, count, step):
+        yield slice(start, start + step)
+
+
+def _rows_divergence(model: nn.Module, teacher: nn.Module, hidden: Tensor, wanted: Tensor) -> Tensor:
+    """Sum over rows of KL(teacher || model)."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    kind = getattr(head, "weight", None)
+    log_p = log_probabilities(model, hidden.to(kind.dtype) if isinstance(kind, Tensor) else hidden)
+    with torch.no_grad():
+        log_q = log_probabilities(teacher, wanted)
+    return (log_q.exp() * (log_q - log_p)).sum()
+
+
+def _straight_attention(model: nn.Module, spec: KVCacheSpec) -> None:
+    """Give the model attention whose 4-bit keys and values pass gradients straight through.
+
+    Differs from kv_cache.py in one thing: a query reads the complete pages after it began in 4 bit too, its own page
+    among them, so one plain attention serves the window.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    name = f"comet-tune-kv{spec.bits}-{spec.key_granularity}-page{spec.page}-sinks{spec.sinks}"
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Any:
+        if spec.bits == 4:
+            key, value = _straight_pages(key, spec), _straight_values(value, spec)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = name
+
+
+def _straight_pages(key: Tensor, spec: KVCacheSpec) -> Tensor:
+    whole = max(key.shape[2] - spec.sinks, 0) // spec.page * spec.page
+    if not whole:
+        return key
+    columns = slice(spec.sinks, spec.sinks + whole)
+    with torch.no_grad():
+        change = torch.zeros_like(key)
+        change[:, :, columns] = fake_quantize_keys(key[:, :, columns], spec) - key[:, :, columns]
+    return key + change
+
+
+def _straight_values(value: Tensor, spec: KVCacheSpec) -> Tensor:
+    with torch.no_grad():
+        change = torch.zeros_like(value)
+        change[:, :, spec.sinks :] = fake_quantize_values(value[:, :, spec.sinks :]) - value[:, :, spec.sinks :]
+    return value + change
+
+
+class _Codes(torch.autograd.Function):
+    """Rows [T, K] -> what their codes stand for in storage order, [T, NB * 128]; gradients as if unrounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: W4AxLinear) -> Tensor:
+        ctx.linear = linear
+        f = linear.inputs
+        codes, scale = quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit)
+        return (codes.float() * scale[..., None]).flatten(1).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        f, channels = ctx.linear.inputs, ctx.linear.in_features
+        blocks = split_blocks(gradients[0])
+        if f.unit is not None:
+            blocks = blocks / f.unit[:, None].to(blocks.dtype)
+        if f.hadamard:  # symmetric and orthonormal: its own transpose
+            turned = blocks @ _hadamard_matrix(blocks)
+            blocks = torch.where((f.block_bits == 4)[:, None], turned, blocks)
+        stored = blocks.flatten(1)[:, :channels]
+        if f.perm is None:
+            return stored, None
+        result = torch.empty_like(stored)
+        result[:, f.perm.long()] = stored
+        return result, None
+
+
+def _hadamard_matrix(like: Tensor) -> Tensor:
+    return hadamard_blocks(torch.eye(BLOCK, device=like.device)).to(like.dtype)
+
+
+class _TrainableLinear(nn.Module):
+    """A packed linear with gradients for scales, bias and, if asked, codes. K, N, NB as in W4AxLinear."""
+
+    def __init__(self, linear: W4AxLinear, dtype: torch.dtype, *, codes: bool) -> None:
+        super().__init__()
+        self.linear, self.dtype = linear, dtype
+        integers = weight_integers(linear.qweight, linear.w_zero)  # f32 [N, NB, 128]
+        zero = torch.full_like(linear.w_scale, SYMMETRIC_ZERO) if linear.w_zero is None else linear.w_zero
+        self.zero = zero.float()[..., None]
+        self.drift = nn.Parameter(torch.zeros_like(linear.w_scale, dtype=torch.float32))  # of scales, relative
+        self.values = nn.Parameter(integers, requires_grad=codes) if codes else integers.to(dtype)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
+
+    def scale(self) -> Tensor:
+        """f32 [N, NB], representable in bfloat16."""
+        scale = self.linear.w_scale.float() * (1 + self.drift)
+        return scale + (scale.to(torch.bfloat16).float() - scale).detach()
+
+    def integers(self) -> Tensor:
+        """[N, NB, 128], codes less zero points."""
+        if not self.values.requires_grad:
+            return self.values
+        rounded = torch.maximum(torch.minimum(self.values.round(), code_max(4) - self.zero), -self.zero)
+        return (self.values + (rounded - self.values).detach()).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: float [..., K] -> the model's type [..., N]."""
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        if self.linear.act_bits < 16:
+            seen: Tensor = _Codes.apply(rows, self.linear)  # type: ignore[no-untyped-call]
+        else:
+            seen = to_blocks(rows, self.linear.perm).flatten(1)
+        weight = (self.integers() * self.scale().to(self.dtype)[..., None]).flatten(1)
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return nn.functional.linear(seen, weight, bias).view(*x.shape[:-1], self.linear.out_features)
+
+
+class _TrainableModel:
+    """The numbers of a packed model that tuning moves, each with its step."""
+
+    def __init__(self, model: nn.Module, spec: TuningSpec) -> None:
+        self.spec, self.model = spec, model
+        self.dtype = next(model.parameters()).dtype
+        self.stored_types = {name: p.dtype for name, p in model.named_parameters()}
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        self.linears: dict[str, _TrainableLinear] = {}
+        for name, module in list(model.named_modules()):
+            if isinstance(module, W4AxLinear) and module is not head and module.qweight.dtype == torch.uint8:
+                self.linears[name] = _TrainableLinear(module, self.dtype, codes=spec.code_rate > 0)
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, self.linears[name])
+        self.vectors: dict[str, nn.Parameter] = {}
+        for name, parameter in list(model.named_parameters()):
+            inside = any(name.startswith(f"{linear}.") for linear in self.linears)
+            parameter.requires_grad_(inside)
+            if parameter.dim() == 1 and not inside:
+                owner, _, leaf = name.rpartition(".")
+                self.vectors[name] = nn.Parameter(parameter.detach().float())
+                setattr(model.get_submodule(owner), leaf, self.vectors[name])
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Adam's parameter groups: its steps are absolute, so each tensor's is its size times the rate."""
+        rate = self.spec.learning_rate
+        groups: list[dict[str, Any]] = [{"params": [linear.drift for linear in self.linears.values()], "lr": rate}]
+        for linear in self.linears.values():
+            if linear.values.requires_grad:
+                groups.append({"params": [linear.values], "lr": self.spec.code_rate})
+            if linear.bias is not None:
+                groups.append({"params": [linear.bias], "lr": rate * _size(linear.bias)})
+        return groups + [{"params": [p], "lr": rate * _size(p)} for p in self.vectors.values()]
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keep real values inside the codes' range, so that they can come back."""
+        for linear in self.linears.values():
+            if linear.values.requires_grad:
+                linear.values.copy_(
+                    torch.maximum(torch.minimum(linear.values, code_max(4) - linear.zero), -linear.zero)
+                )
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        """Every tensor that may have changed, in its stored type, by its name in the checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for name, linear in self.linears.items():
+            tensors[f"{name}.w_scale"] = linear.scale().to(torch.bfloat16)
+            if linear.values.requires_grad:
+                codes = (linear.integers().float() + linear.zero).to(torch.uint8)
+                tensors[f"{name}.qweight"] = pack_nibbles(codes.flatten(1))
+            if linear.bias is not None:
+                tensors[f"{name}.bias"] = linear.bias.detach()
+        return tensors | {name: vector.detach() for name, vector in self.vectors.items()}
+
+
+def _size(parameter: Tensor) -> float:
+    """Root mean square of a vector."""
+    return max(float(parameter.detach().square().mean().sqrt()), 1e-8)
