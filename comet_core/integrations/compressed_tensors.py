@@ -206,7 +206,8 @@ def _sixteen(tensors: dict[str, Tensor], packed: dict[str, dict[str, Tensor]], m
 
 def _decoded(codes: Tensor, scale: Tensor, width: int) -> Tensor:
     """int8 [V, 128 * NB], bf16 [V, NB] -> bf16 [V, width]."""
-    return (split_blocks(codes.float()) * scale.float()[..., None]).flatten(1)[:, :width].to(torch.bfloat16)
+    rows: Tensor = (split_blocks(codes.float()) * scale.float()[..., None]).flatten(1)[:, :width]
+    return rows.to(torch.bfloat16)
 
 
 def _quantization_config(groups: dict[tuple[bool, bool, int], list[str]], stored: Iterable[str]) -> dict[str, Any]:
