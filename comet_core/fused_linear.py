@@ -50,6 +50,9 @@ class FusedLinear(Protocol):
     def tensors(self) -> list[Tensor]:
         """What it keeps in memory."""
 
+    def block_bits(self) -> Tensor | None:
+        """uint8 [NB], bits of each block of its input; None if that is not quantized in blocks."""
+
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
     normed, scale, summed = torch.ops.comet.rms_norm(x, residual, weight, eps, fp8)
@@ -78,6 +81,9 @@ class SixteenBitLinear:
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight, self.bias) if t is not None]
+
+    def block_bits(self) -> Tensor | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,9 @@ class Fp8Linear:
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight, self.scale, self.bias) if t is not None]
+
+    def block_bits(self) -> Tensor | None:
+        return None
 
 
 def fp8_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Fp8Linear:
@@ -156,6 +165,9 @@ class W4AxTiled:
         found += [value for value in vars(self.prepared.inputs).values() if isinstance(value, Tensor)]
         return found + ([] if self.bias is None else [self.bias])
 
+    def block_bits(self) -> Tensor | None:
+        return self.prepared.inputs.block_bits
+
 
 @dataclass(frozen=True)
 class W4AxCanonical:
@@ -189,6 +201,9 @@ class W4AxCanonical:
     def tensors(self) -> list[Tensor]:
         found = (self.qweight, self.w_scale, self.w_zero, self.bias, *vars(self.inputs).values())
         return [t for t in found if isinstance(t, Tensor)]
+
+    def block_bits(self) -> Tensor | None:
+        return self.inputs.block_bits
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,9 @@ class WeightOnlyLinear:
     def tensors(self) -> list[Tensor]:
         kept = (self.perm, self.packed, self.scale_and_minimum, self.bias, *(self.canonical or ()))
         return [t for t in kept if t is not None]
+
+    def block_bits(self) -> Tensor | None:
+        return None
 
 
 def w4ax_linear(

@@ -82,6 +82,18 @@ class RunnerModel:
         normed = torch.ops.comet.rms_norm(x, residual, self.final_norm, self.eps, False)[0]
         return nn.functional.linear(normed, self.lm_head)
 
+    def int4_share(self) -> float:
+        """Share of the linears' multiply-adds whose activations are INT4 (padding counted)."""
+        done = total = 0
+        for layer in self.layers:
+            for linear, (rows, channels) in zip(
+                (layer.qkv, layer.o, layer.gate_up, layer.down), self.shape.linears.values(), strict=True
+            ):
+                bits = linear.block_bits()
+                total += rows * channels
+                done += 0 if bits is None else round(rows * channels * float((bits == 4).float().mean()))
+        return done / total
+
     def weight_tensors(self) -> list[Tensor]:
         """Everything in memory that is not cache, each tensor once."""
         found = [self.embedding, self.final_norm, self.lm_head]

@@ -1,0 +1,73 @@
+"""Records of the end-to-end benchmark: their sums, their keys, what is refused; and the arithmetic of a trace."""
+
+import pytest
+import torch
+
+from comet_core.bench_serving import ServingBench, _between, bench_serving
+from comet_core.results import check
+from comet_core.serving_scheme import SCHEMES, kv_bytes, weight_bytes
+from comet_core.step_breakdown import ATTENTION, GEMM, LM_HEAD, QUANTIZE, KernelRun, summarize, table
+from comet_cuda.errors import CometError
+
+
+@pytest.fixture(scope="module")
+def bench() -> ServingBench:
+    return ServingBench("smollm2-135m", "W4A4KV4", device="cpu", layers=1)
+
+
+def test_a_record_adds_up(bench: ServingBench) -> None:
+    record = bench.measure(2, 12, 6)
+    check(record)
+    prefill, decode = 2 * 12 / record["prefill_tokens_per_s"], 5 * record["tpot_ms"] / 1000
+    assert record["tokens_per_s"] == pytest.approx(2 * 6 / (prefill + decode), rel=0.02)
+    assert record["memory_gib"] == pytest.approx(sum(record["memory"].values()), abs=0.003)
+    assert 0.84 <= record["int4_share"] < 1 and record["layers"] == 1
+    assert "random weights" in record["weights"]
+
+
+def test_planned_memory_is_what_is_allocated(bench: ServingBench) -> None:
+    shape = bench.model.shape
+    sixteen_bit_parts = shape.kv_heads * (2 * 128 + 4 * 4) * shape.head_dim  # open page and sinks
+    planned = 3 * (kv_bytes(shape, 4, 300) + sixteen_bit_parts)  # these are float32 here
+    assert bench.runner(3, 300).memory()["kv"] == planned
+    sixteen = ServingBench("smollm2-135m", "16-bit", device="cpu", layers=1)
+    planned = weight_bytes(sixteen.model.shape, SCHEMES["16-bit"])
+    assert sixteen.runner(1, 16).memory()["weights"] == 2 * planned  # float32 here, 16 bit on a GPU
+
+
+def test_time_is_linear_between_the_points() -> None:
+    points = [(10, 1.0), (20, 2.0), (40, 3.0)]
+    assert [_between(points, at) for at in (10, 15, 30, 50)] == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_what_does_not_fit_is_skipped_with_a_word() -> None:
+    said: list[str] = []
+    found = list(
+        bench_serving("smollm2-135m", ["16-bit"], [10**6], [(8, 4)], device="cpu", layers=1, on_skip=said.append)
+    )
+    assert not found and "needs" in said[0]
+    with pytest.raises(CometError, match="scheme"):
+        list(bench_serving("smollm2-135m", ["W3A3"], [1], device="cpu"))
+
+
+def test_the_parts_of_a_step_and_its_gaps_add_up() -> None:
+    runs = [
+        KernelRun("quantize_act", 0, 10),
+        KernelRun("w4ax_gemm_sm90", 5, 40),  # started early
+        KernelRun("kv4_decode", 42, 60),
+        KernelRun("void at::native::copy<int>(int)", 67, 68),
+        KernelRun("nvjet_tst_128x64", 68, 90),
+    ]
+    found = summarize(runs)
+    assert found["span_us"] == 90
+    assert found["kinds"] == {GEMM: 30, LM_HEAD: 22, ATTENTION: 18, QUANTIZE: 10, "other": 1}
+    assert sum(found["kinds"].values()) + found["gaps"]["sum_us"] == found["span_us"]
+    assert found["gaps"] == {"count": 2, "sum_us": 9, "largest_us": 7, "over_5_us": 1}
+    assert found["besides_gemm_and_attention_us"] == 11
+    assert "| other | copy | 1 | 1.0 | 1.1% |" in table(found)
+
+
+def test_random_cache_contents_stay_finite(bench: ServingBench) -> None:
+    runner = bench.runner(2, 140)
+    runner.state(2).write([1, 2], [0, 1], [135, 135])
+    assert torch.isfinite(runner.decode_logits(runner.state(2))).all()
