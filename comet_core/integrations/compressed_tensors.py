@@ -133,7 +133,8 @@ def _words(codes: Tensor) -> Tensor:
     short = -codes.shape[1] % PER_WORD
     wide = torch.nn.functional.pad(codes, (0, short)).unflatten(1, (-1, PER_WORD)).to(torch.int32)
     shifts = torch.arange(PER_WORD, dtype=torch.int32) * 4
-    return (wide << shifts).sum(2, dtype=torch.int32)
+    words: Tensor = (wide << shifts).sum(2, dtype=torch.int32)
+    return words
 
 
 def _group_size(name: str, width: int) -> int:
