@@ -71,11 +71,13 @@ def test_chromium_draws_it_without_sideways_scrolling(run: Path, tmp_path: Path,
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}",
              f"--window-size={width},900"]  # fmt: skip
-    assert CHROMIUM is not None
     shot = tmp_path / "shot.png"
-    subprocess.run(
-        [CHROMIUM, *flags, f"--screenshot={shot}", probe.as_uri()], check=True, capture_output=True, timeout=90
-    )
+
+    def chromium(what: str) -> str:
+        command = [str(CHROMIUM), *flags, what, probe.as_uri()]
+        return subprocess.run(command, check=True, capture_output=True, timeout=90).stdout.decode()
+
+    chromium(f"--screenshot={shot}")
     assert struct.unpack(">II", shot.read_bytes()[16:24]) == (width, 900)
     found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", chromium("--dump-dom"))
     assert found, "the page's script did not run"
