@@ -37,6 +37,7 @@ from comet_core.plan import (
 )
 from comet_core.progress import Progress
 from comet_core.recipe import LinearSpec, Recipe
+from comet_core.transform import transformed
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import QUAD
@@ -104,6 +105,7 @@ def calibrate(
     """
     device, compute = resolve_compute(device, dtype)
     tokens, data = calibration_tokens(source, recipe)
+    source = transformed(source, recipe.transform, tokens, device=device, dtype=compute, progress=progress)
     decoder = Decoder(source, device=device, dtype=compute)
     count = len(decoder.layers)
     probe = tokens[:1, :PROBE_TOKENS]

@@ -21,6 +21,7 @@ from comet_core.packed import load_packed
 from comet_core.progress import Progress
 from comet_core.recipe import Recipe, digest
 from comet_core.shards import read_shard, write_shard
+from comet_core.transform import transformed
 from comet_core.tune import tune
 from comet_cuda.errors import CometError
 
@@ -48,6 +49,8 @@ def pack(
     """
     found = load_calibration(calibration)
     recipe = _agreed_recipe(found, recipe)
+    device, compute = resolve_compute(device, dtype)
+    source = transformed(source, recipe.transform, found.tokens, device=device, dtype=compute, progress=progress)
     if source.digest() != found.model["digest"]:
         raise CometError(
             f"{calibration}: was made from {found.model['name']} (digest {found.model['digest']}), not from "
@@ -55,7 +58,6 @@ def pack(
             "calibrate this model, or name the other one",
         )
     _check_embedding_bits(source, recipe)
-    device, compute = resolve_compute(device, dtype)
     lock = FileLock(out.parent / f".{out.name}.lock", timeout=0)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
