@@ -273,7 +273,7 @@ def _time_peer(name: str, m: int, n: int, k: int, progress: Progress) -> float |
     try:
         runs, y, want = peer.build(m, n, k)
         error = float((y.float() - want).norm() / want.norm())
-    except (RuntimeError, ValueError) as problem:
+    except (RuntimeError, ValueError, ImportError, AttributeError) as problem:
         progress.log(f"{name}, M = {m}, {n}x{k}: {str(problem).splitlines()[0]}")
         return None
     if not error < peer.tolerance:

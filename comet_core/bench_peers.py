@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet_core import bench_vllm
 from comet_cuda.timing import copies_for_cold_l2
 
 Built = tuple[list[Callable[[], Tensor]], Tensor, Tensor]  # closures, output of one call, float32 product expected
@@ -85,4 +86,7 @@ PEERS = {
     "cublas_fp8": Peer("FP8, scale per tensor", _fp8, 5e-3),
     "torch_int8": Peer("INT8, no scales", _int8, 1e-6),
     "torch_int4": Peer("INT4 weight-only, g128", _int4_weight_only, 1e-2),
+    "vllm_marlin": Peer("INT4 weight-only, symmetric g128", bench_vllm.marlin, 1e-2, "vllm"),
+    "vllm_machete": Peer("INT4 weight-only, symmetric g128", bench_vllm.machete, 1e-2, "vllm"),
+    "vllm_cutlass_w4a8": Peer("INT4, FP8 activations, symmetric g128", bench_vllm.cutlass_w4a8, 3e-2, "vllm"),
 }

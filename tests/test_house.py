@@ -19,7 +19,7 @@ ORDER = (  # inside comet_core: each file may import only those before it
     "calibration", "calibrate", "replay", "quantize", "descent", "linear", "moments", "quantize_group", "kv_cache", "shards",
     "packed", "inspection", "model_card", "ledger", "scores", "tune", "pack_job", "pack", "preflight",
     "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
-    "runner", "step_breakdown", "bench_peers",
+    "runner", "step_breakdown", "bench_vllm", "bench_peers",
     "bench_kernel", "bench_plots", "report", "bench_serving", "evaluate", "bench",
     "kv_open_page", "zero_shot_tasks", "zero_shot", "zero_shot_table",
 )  # fmt: skip
