@@ -160,7 +160,7 @@ class _Measured:
     report: dict[str, Any]
     perm: Tensor
     choice: PlanChoice
-    int8_blocks: int  # by threshold; the budget rule overwrites it
+    int8_blocks: int  # by rule threshold or first; the budget rule overwrites it
     clips: Tensor | None = None  # f32 [NB], where the recipe searches them
     ranges: Tensor | None = None  # f32 [S, NB], where blocks share scales and have units
 
@@ -211,6 +211,8 @@ def _measure(
         if spec.blocks.rule == "threshold":
             wanted = num_blocks(int(outlier_channels(stats.absmax, spec.blocks.threshold).sum()))
             measured.int8_blocks = -(-wanted // segments) * segments
+        elif spec.blocks.rule == "first":
+            measured.int8_blocks = segments
     return measured
 
 

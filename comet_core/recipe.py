@@ -99,7 +99,7 @@ class BlockSpec:
 
     permute: bool = flag(True)
     order: str = one_of("absmax", "hessian")
-    rule: str = one_of("budget", "threshold", "none")
+    rule: str = one_of("budget", "threshold", "first", "none")
     int4_mac_fraction: float = number(0.84, 0, 1)  # of the multiply-adds of the whole model, at least
     threshold: float = number(8.0, 1, 1_000_000)  # times the median channel absmax of the group
     tp_granularity: int = whole(1, 1, 64)  # tensor-parallel degrees that divide it can be served
@@ -340,9 +340,10 @@ def recipe_folder() -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Names that `load_recipe` knows, sorted; those in subfolders as folder/name."""
+    """Names that `load_recipe` knows, sorted; those in subfolders as folder/name. `paper` holds tables, not recipes."""
     folder = recipe_folder()
-    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    found = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml"))
+    return sorted(path.as_posix() for path in found if path.parts[0] != "paper")
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
