@@ -3,25 +3,30 @@
 The decision: a run of 512 steps is not run step by step. Prefill is timed on the real chunks (equal chunks once), and
 the decode step, a graph, at several context lengths of the run, between which its time is linear in the context; the
 record says so. A batch of "max" is computed from shapes, verified, and stepped down where the allocator disagrees.
+
+`python -m comet_core.bench_serving llama-3-8b --scheme 16-bit,W4A4KV4 --batch 64,max --load 1024/512 --record FILE`
 """
 
-import gc
+import argparse
+import json
+import shlex
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from comet_core.device_timing import fill_randomly, free_memory, milliseconds
 from comet_core.model_source import ModelSource, resolve_model
 from comet_core.packed import is_packed, read_manifest
 from comet_core.provenance import provenance
-from comet_core.results import Record
+from comet_core.results import Record, append
 from comet_core.runner import Runner, sample, split_chunks
 from comet_core.runner_model import RunnerModel, tensor_bytes
 from comet_core.runner_weights import random_runner, runner_from_packed
-from comet_core.serving_scheme import CHUNK, GIB, PAGE, SINKS, Scheme, find_scheme, largest_batch, require_fit
+from comet_core.serving_scheme import CHUNK, GIB, PAGE, SINKS, find_scheme, largest_batch, require_fit
 from comet_core.step_breakdown import summarize, trace
 from comet_cuda.errors import CometError
 
@@ -40,24 +45,6 @@ LINEAR_NOTES = {
     ),
     "w4ax": "comet",
 }
-
-
-def milliseconds(device: torch.device, call: Callable[[], Any], repeats: int = 1) -> float:
-    """Median time of `repeats` calls."""
-    times: list[float] = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            before = time.perf_counter()
-            call()
-            times.append(1000 * (time.perf_counter() - before))
-    return float(statistics.median(times))
 
 
 class ServingBench:
@@ -316,23 +303,6 @@ def _between(points: Sequence[tuple[int, float]], context: int) -> float:
     return y0 if x1 == x0 else y0 + (y1 - y0) * (context - x0) / (x1 - x0)
 
 
-def fill_randomly(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Random cache contents: memory full of zeros would draw less power and run at a higher clock."""
-    for tensor in tensors:
-        generator = torch.Generator(tensor.device).manual_seed(seed)
-        if tensor.dtype == torch.uint8:
-            tensor.random_(0, 256, generator=generator)
-        else:
-            tensor.uniform_(-0.1, 0.1, generator=generator)
-
-
-def free_memory() -> None:
-    """Give back what dead tensors and graphs held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def bench_serving(
     model: str,
     schemes: Sequence[str] = ("16-bit", "W4A4KV4"),
@@ -378,6 +348,38 @@ def bench_serving(
         del bench
 
 
-def scheme_note(scheme: Scheme) -> str:
-    """How the linears of a scheme are computed here."""
-    return LINEAR_NOTES[scheme.linears]
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print each record as a line of JSON, and append it to --record."""
+    parser = argparse.ArgumentParser("python -m comet_core.bench_serving", description=main.__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--scheme", default="16-bit,W4A4KV4")
+    parser.add_argument("--batch", default=",".join(map(str, BATCHES)), help='sizes, or "max"')
+    parser.add_argument("--load", default="1024/512,128/128", help="prompt/output tokens")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--share", type=int, default=1, help="blocks that share an activation scale")
+    parser.add_argument("--parts-at", default="64", help="batches whose step is broken down")
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        for record in bench_serving(
+            given.model,
+            given.scheme.split(","),
+            [batch if batch == "max" else int(batch) for batch in given.batch.split(",")],
+            [(int(prompt), int(output)) for prompt, output in (load.split("/") for load in given.load.split(","))],
+            layers=given.layers,
+            share=given.share,
+            command=f"python -m comet_core.bench_serving {shlex.join(arguments)}",
+            parts_at=[int(batch) for batch in given.parts_at.split(",") if batch],
+            on_skip=lambda message: print(f"skipped: {message}", file=sys.stderr),
+        ):
+            print(json.dumps(record), flush=True)
+            if given.record:
+                append(given.record, record)
+    except CometError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -19,8 +19,8 @@ ORDER = (  # inside comet_core: each file may import only those before it
     "calibration", "calibrate", "replay", "quantize", "descent", "linear", "moments", "quantize_group", "kv_cache", "shards",
     "packed", "inspection", "model_card", "ledger", "scores", "tune", "pack_job", "pack", "preflight",
     "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
-    "runner", "step_breakdown", "bench_vllm", "bench_peers",
-    "bench_kernel", "bench_plots", "report", "bench_serving", "evaluate", "bench",
+    "runner", "step_breakdown", "device_timing", "bench_vllm", "bench_peers",
+    "bench_kernel", "bench_plots", "report", "bench_serving", "serving_report", "evaluate", "bench",
     "kv_open_page", "zero_shot_tasks", "zero_shot", "zero_shot_table",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
