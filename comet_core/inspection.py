@@ -45,7 +45,7 @@ def inspect_packed(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     recipe = manifest.recipe
     sixteen = sum(2 * entry.in_features * entry.out_features for entry in manifest.linears.values())
     packed_bytes = sum(row["bytes"] for row in linears)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _config(folder)
     listing = "".join(f"{name} {digest}\n" for name, digest in sorted(manifest.sha256.items()))
     return {
         "kind": "inspect",
@@ -75,6 +75,16 @@ def inspect_packed(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         "linears": linears,
         "paths": _paths(manifest, block_bits),
     }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CometError(f"{folder / 'config.json'}: cannot be understood ({error})", DAMAGED) from error
+    return config
 
 
 def _shards(folder: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, int], dict[str, list[int]]]:
