@@ -1,10 +1,13 @@
 """Records of the end-to-end benchmark: their sums, their keys, what is refused; and the arithmetic of a trace."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from comet_core.bench_serving import ServingBench, _between, bench_serving
 from comet_core.results import check
+from comet_core.serving_report import draw_memory, draw_step_parts, draw_throughput, serving_table
 from comet_core.serving_scheme import SCHEMES, kv_bytes, weight_bytes
 from comet_core.step_breakdown import ATTENTION, GEMM, LM_HEAD, QUANTIZE, KernelRun, summarize, table
 from comet_cuda.errors import CometError
@@ -71,3 +74,30 @@ def test_random_cache_contents_stay_finite(bench: ServingBench) -> None:
     runner = bench.runner(2, 140)
     runner.state(2).write([1, 2], [0, 1], [135, 135])
     assert torch.isfinite(runner.decode_logits(runner.state(2))).all()
+
+
+def record(scheme: str, tokens_per_s: float, tpot_ms: float) -> dict:
+    return {
+        "kind": "e2e", "model": "llama-3-8b", "scheme": scheme, "engine": "comet", "batch": 64, "prompt_tokens": 1024,
+        "output_tokens": 512, "tokens_per_s": tokens_per_s, "ttft_ms": 10.0, "tpot_ms": tpot_ms, "memory_gib": 20.0,
+        "provenance": {"gpu": "a GPU"},
+    }  # fmt: skip
+
+
+def test_the_table_compares_with_16_bit_and_takes_the_latest() -> None:
+    found = [record("16-bit", 1000.0, 10.0), record("W4A4KV4", 1500.0, 6.0), record("W4A4KV4", 2000.0, 4.0)]
+    lines = serving_table(found).splitlines()
+    assert len(lines) == 4
+    assert "| 2,000 | 2.00 | 2.50 |" in lines[3]
+    assert "| 1,000 |  |  |" in lines[2]
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    parts = {"kinds": {"GEMM": 5.0, "attention": 3.0}, "gaps": {"sum_us": 1.0}}
+    found = [record("16-bit", 1000.0, 10.0), record("W4A4KV4", 2000.0, 4.0) | {"step_parts": parts}]
+    drawn = [
+        draw_throughput(found, "llama-3-8b", (1024, 512), tmp_path / "a.png"),
+        draw_memory("llama-2-7b", tmp_path / "b.png"),
+        draw_step_parts(found, tmp_path / "c.png"),
+    ]
+    assert all(png.read_bytes().startswith(b"\x89PNG") for png in drawn)
