@@ -1,0 +1,99 @@
+"""vLLM plugin: `vllm serve PACKED` (entry point vllm.general_plugins -> `register`).
+
+vLLM reads config.json, finds quant_method comet and asks the config below for a method per linear. Which linears are
+packed, and how, stands in the manifest. Embeddings, norms and lm_head are 16 bit and vLLM's own. The KV cache is
+vLLM's own too, in 16 bit unless the user chooses another with --kv-cache-dtype: its 4-bit kind keeps keys per token,
+which some models do not stand, while COMET's keeps them per channel.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from comet_core.integrations.tensor_parallel import common_entry
+from comet_core.packed import MANIFEST, Manifest, read_manifest
+from comet_cuda.errors import CometError
+
+METHOD = "comet"
+logger = init_logger(__name__)
+
+
+def register() -> None:
+    """Tell vLLM of COMET's format. Called by vLLM in each of its processes, perhaps more than once."""
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(CometConfig)
+
+
+class CometConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quantization_config` of a packed folder, and its manifest once vLLM has said where the folder is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manifest: Manifest | None = None
+
+    def get_name(self) -> str:
+        """quant_method."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What the model may compute in."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability 8.0."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """config.json holds all that vLLM itself reads."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CometConfig":
+        """config: `quantization_config` of config.json."""
+        return cls()
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Read the manifest of the folder or hub id `model_name`."""
+        folder = Path(model_name)
+        if not folder.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            folder = Path(hf_hub_download(model_name, MANIFEST, revision=revision)).parent
+            hf_hub_download(model_name, "config.json", revision=revision)
+        self.manifest = read_manifest(folder)
+        recipe = self.manifest.recipe
+        if self.manifest.embedding_bits == 8 or any(e.weight_bits == 8 for e in self.manifest.linears.values()):
+            raise CometError(f"{model_name}: vLLM cannot serve 8-bit weights or embeddings", "pack them in 4 or 16 bit")
+        if recipe.activations.bits == 16:
+            raise CometError(
+                f"{model_name}: its activations are 16 bit, for which vLLM has faster kernels of its own",
+                f"comet export {model_name}, and serve the folder that it writes",
+            )
+        if recipe.kv_cache.bits == 4:
+            logger.warning("COMET: the recipe's 4-bit KV cache is not used by vLLM; --kv-cache-dtype decides instead")
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one module: packed linears ours, other linears 16 bit, everything else vLLM's default."""
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from comet_core.integrations.vllm_linear import CometLinearMethod
+
+        if not isinstance(layer, LinearBase):
+            return None
+        if self.manifest is None:
+            raise CometError(f"{prefix}: vLLM has not said where the packed folder is", "this vLLM is too old or new")
+        owner, _, leaf = prefix.rpartition(".")
+        members = [f"{owner}.{name}" for name in self.packed_modules_mapping.get(leaf, [])]
+        if not any(name in self.manifest.linears for name in members):
+            members = [prefix]  # stored as it runs
+        entry = common_entry(prefix, members, self.manifest.linears)
+        if entry is None:
+            return UnquantizedLinearMethod()
+        return CometLinearMethod(entry, self.manifest.recipe.blocks.tp_granularity)
