@@ -139,7 +139,7 @@ def _pack_tuned(
         for name in tensors.keys() & tuned.tensors.keys():
             tensors[name] = tuned.tensors[name].to("cpu", tensors[name].dtype)
         if index == 0:
-            notes["layers"].insert(0, {"tuning": {"before": tuned.before, "after": tuned.after}})
+            notes["layers"][0]["tuning"] = {"before": tuned.before, "after": tuned.after}
         write_shard(job.shard(index), tensors, notes)
         job.ledger.record(job.shard(index), tensors, notes)
     info = job.ledger.finish(source, found, recipe, out)
