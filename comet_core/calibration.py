@@ -22,7 +22,7 @@ from comet_cuda.errors import CometError
 
 FORMAT_VERSION = 2
 # What json, pathlib and torch raise on damaged input.
-BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
 MANIFEST, STATISTICS = "calibration.json", "statistics.safetensors"
 
 

@@ -107,8 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
             int4_mac_fraction=float(content["int4_mac_fraction"]),
             linears={name: _entry(name, entry) for name, entry in content["linears"].items()},
             embedding_bits={8: 8, 16: 16}[content["embedding_bits"]],
-            layers=list(content["layers"]),
-            sha256=dict(content["sha256"]),
+            layers=[_note(note) for note in content["layers"]],
+            sha256={name: str(digest) for name, digest in content["sha256"].items()},
         )
     except CometError as error:  # of the recipe or the version, which know no file
         where = "" if error.message.startswith(str(folder)) else f"{folder / MANIFEST}: "
@@ -126,6 +126,16 @@ def _entry(name: str, given: dict[str, Any]) -> LinearEntry:
     if not whole or entry.weight_bits not in (4, 8) or type(entry.share) is not int or entry.share not in (1, QUAD):
         raise ValueError(f"{name}: {given}")
     return entry
+
+
+def _note(note: dict[str, Any]) -> dict[str, Any]:
+    """What packing noted of one linear: its name, the method, errors by method."""
+    errors = note["relative_output_error"]
+    if not all(isinstance(note[key], str) for key in ("linear", "method")) or not all(
+        isinstance(error, int | float) for error in errors.values()
+    ):
+        raise ValueError(f"layers: {note}")
+    return dict(note)
 
 
 def _described(model: dict[str, Any]) -> dict[str, Any]:

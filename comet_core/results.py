@@ -43,6 +43,25 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+TEXT, NO_TEXT, FLAG, OBJECT = "text", "text or null", "true or false", "an object"
+WHOLE, NUMBER, NO_NUMBER = "a whole number", "a number", "a number or null"
+KINDS = {  # key -> what its value must be
+    **dict.fromkeys(("model", "recipe", "task", "metric", "op", "arch", "path"), TEXT),
+    **dict.fromkeys(("scheme", "engine"), TEXT),
+    **dict.fromkeys(("weight_symmetry", "baseline", "ablation"), NO_TEXT),
+    **dict.fromkeys(("kv_quantized", "includes_quantize"), FLAG),
+    **dict.fromkeys(("n", "k"), NO_NUMBER),
+    **dict.fromkeys(("seq_len", "m", "batch", "prompt_tokens", "output_tokens"), WHOLE),
+    **dict.fromkeys(("value", "int4_mac_fraction", "median_us", "baseline_us", "speedup", "bound_fraction"), NO_NUMBER),
+    **dict.fromkeys(("tokens_per_s", "ttft_ms", "tpot_ms", "memory_gib"), NO_NUMBER),
+    "int4_fraction": NUMBER,
+    **dict.fromkeys(("protocol", "provenance"), OBJECT),
+}
+TYPES: dict[str, tuple[type, ...]] = {
+    TEXT: (str,), NO_TEXT: (str, type(None)), FLAG: (bool,), OBJECT: (dict,),
+    WHOLE: (int,), NUMBER: (int, float), NO_NUMBER: (int, float, type(None)),
+}  # fmt: skip
+
 
 def check(record: Record) -> None:
     """Raise CometError if `record` lacks its kind or a key that its kind demands."""
@@ -50,8 +69,15 @@ def check(record: Record) -> None:
     if kind not in tuple(KEYS):  # a tuple also takes what has no hash
         raise CometError(f"record of kind {kind!r}", f"kinds are {', '.join(KEYS)}")
     missing = [key for key in KEYS[kind] if key not in record]
+    for key, wanted in KINDS.items():
+        if key in KEYS[kind] and key in record and not _fits(record[key], wanted):
+            raise CometError(f"{kind} record whose {key} is {str(record[key])[:60]!r}", f"{key} is {wanted}")
     if missing:
         raise CometError(f"{kind} record without {', '.join(missing)}", f"an {kind} record has {', '.join(KEYS[kind])}")
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    return isinstance(value, TYPES[wanted]) and (wanted == FLAG or not isinstance(value, bool))
 
 
 def append(path: Path, record: Record) -> None:
@@ -146,7 +172,7 @@ def eval_table(records: Iterable[Record]) -> str:
     rows, notes = [], []
     for metrics in sorted(found, key=place):
         head = metrics["perplexity"]
-        base = head["protocol"]["base"]  # what the 16-bit model itself is
+        base = str(head["protocol"].get("base", SIXTEEN_BIT))  # what the 16-bit model itself is
         if base != SIXTEEN_BIT and f"{head['model']}: {base}." not in notes:
             notes.append(f"{head['model']}: {base}.")
         rows.append(
@@ -169,8 +195,12 @@ def _figure(value: float | None, digits: int = 2) -> str:
     return "not finite" if value is None else f"{value:,.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _known(records: Iterable[Record], key: str) -> list[float]:
+    return [record[key] for record in records if record[key] is not None]
 
 
 SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made from a quantized file
@@ -193,7 +223,7 @@ def gemm_table(records: Iterable[Record]) -> str:
         "k",
         "baseline",
     )
-    chosen = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and r["speedup"]]
+    chosen = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and (r["speedup"] or 0) > 0]
     groups: dict[str, list[Record]] = {}
     for record in latest(chosen, key):
         groups.setdefault(
@@ -204,7 +234,7 @@ def gemm_table(records: Iterable[Record]) -> str:
         first, ratios = found[0], [record["speedup"] for record in found]
         rows.append(
             [
-                f"{first['path']}, {first['provenance']['gpu']}",
+                f"{first['path']}, {first['provenance'].get('gpu')}",
                 f"{first['weight_symmetry']}, {first['int4_fraction']:.0%} INT4"
                 + (f", {first['ablation']}" if first["ablation"] else ""),
                 "with quantize_act" if first["includes_quantize"] else "GEMM alone",
@@ -212,7 +242,7 @@ def gemm_table(records: Iterable[Record]) -> str:
                 f"{len(found)}",
                 f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}",
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
-                f"{sum(record['bound_fraction'] for record in found) / len(found):.0%}",
+                _percent(sum(shares) / len(shares), 0) if (shares := _known(found, "bound_fraction")) else "",
                 first["baseline"],
             ]
         )

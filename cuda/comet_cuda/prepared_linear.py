@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from comet_cuda import quantize_act_cuda as quantize_act_cuda  # registers quantize_act_tiled
 from comet_cuda.dispatch import device_capability, family_of
 from comet_cuda.w4ax_gemm_sm80 import Sm80Weight, prepare_weight_sm80, w4ax_gemm_sm80
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, prepare_weight_sm90, w4ax_gemm_tiled
