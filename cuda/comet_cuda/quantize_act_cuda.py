@@ -233,9 +233,17 @@ def contiguous(x: Tensor) -> Tensor:
 
 
 def quantize_act_gpu(
-    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool
+    x: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act` on CUDA tensors."""
+    if share != 1:
+        return quantize_act_ref(x, perm, block_bits, clip, hadamard, share, unit)
     x = contiguous(x)
     rows, blocks = x.shape[0], block_bits.shape[0]
     codes = torch.empty((rows, blocks, BLOCK), dtype=torch.int8, device=x.device)
