@@ -20,6 +20,8 @@ from comet_cuda.kv4_decode import kv4_decode
 from comet_cuda.kv4_prefill import kv4_prefill
 from comet_cuda.rope import rope_append, rope_qk_, split_heads
 
+FILLS_A_GPU = 256  # sequences times kv heads from which attention needs no split along the keys
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -177,6 +179,7 @@ class _Places(NamedTuple):
 
     row: Tensor  # int32 [N], of each new token
     starts: Tensor  # int32 [R + 1], the first new token of each sequence
+    group_starts: Tensor  # the same, counted in tokens times query heads of a group
     first: Tensor  # int32 [R + 1], the row of each sequence's first key (the last entry is not read)
     length: Tensor  # int32 [R], keys of each sequence
 
@@ -219,9 +222,11 @@ class SixteenBitCache:
             slot, position, starts = work.token_slot, work.token_position, work.starts
             length = work.position + starts.diff()
         row = torch.where(slot < 0, self.slots * self.context, slot * self.context + position)
-        self._places = _Places(row, starts, nn.functional.pad(first, (0, 1)), length)
+        self._places = _Places(
+            row, starts, starts * (self.shape.heads // self.shape.kv_heads), nn.functional.pad(first, (0, 1)), length
+        )
 
-    def _append(self, layer: int, qkv: Tensor, position: Tensor, spec: AttentionSpec) -> Tensor:
+    def _append(self, layer: int, qkv: Tensor, position: Tensor, spec: AttentionSpec, by_group: bool = False) -> Tensor:
         q: Tensor = torch.ops.comet.rope_append_16(
             qkv,
             spec.q_norm,
@@ -233,6 +238,7 @@ class SixteenBitCache:
             self._places.row,
             self.keys[layer],
             self.values[layer],
+            by_group,
         )
         return q
 
@@ -243,25 +249,33 @@ class SixteenBitCache:
         return self._flash(layer, q, max(new for _, _, new in chunk.pieces), self.context, spec)
 
     def decode(self, layer: int, qkv: Tensor, step: Step, spec: AttentionSpec) -> Tensor:
-        q = self._append(layer, qkv, step.position, spec)
-        if not q.is_cuda:
+        batch, heads = qkv.shape[0], self.shape.kv_heads
+        group = self.shape.heads // heads
+        if not qkv.is_cuda:
+            q = self._append(layer, qkv, step.position, spec)
             pieces = [(s, p, 1) for s, p in zip(step.slot.tolist(), step.position.tolist(), strict=True)]
             return self._by_sequence(layer, q, pieces, spec)
-        return self._flash(layer, q, 1, step.most, spec)
+        if group == 1 or spec.window or batch * heads < FILLS_A_GPU:  # torch splits the keys over ctas
+            return self._flash(layer, self._append(layer, qkv, step.position, spec), 1, step.most, spec)
+        q = self._append(layer, qkv, step.position, spec, by_group=True)
+        out = self._flash(layer, q, group, step.most, spec, by_group=True)
+        return out.view(batch, group, heads, -1).transpose(1, 2).reshape(batch, -1)
 
-    def _flash(self, layer: int, q: Tensor, most_new: int, most: int, spec: AttentionSpec) -> Tensor:
-        """torch's FlashAttention over ragged sequences; a few queries over many keys are split along the keys."""
+    def _flash(
+        self, layer: int, q: Tensor, most_new: int, most: int, spec: AttentionSpec, by_group: bool = False
+    ) -> Tensor:
+        """torch's FlashAttention over ragged sequences; `by_group`: the queries of a group stand as its tokens."""
         window = spec.window - 1 if spec.window else -1
         out = torch.ops.aten._flash_attention_forward(
             q,
             self.keys[layer],
             self.values[layer],
-            self._places.starts,
+            self._places.group_starts if by_group else self._places.starts,
             self._places.first,
             most_new,
             most,
             0.0,
-            True,
+            not by_group,
             False,
             scale=spec.scale,
             window_size_left=window,

@@ -130,10 +130,10 @@ struct RopeParams {
   const float* sin;
   const int* position; // [N]
   const int* row;      // [N], a token's row in the cache
-  void* q;             // [N, Hq, D]
+  void* q;             // [N, Hq, D], or [N, Hq / H, H, D] if by_group
   void* k_cache;       // [rows, H, D]
   void* v_cache;
-  int N, heads, kv_heads, D;
+  int N, heads, kv_heads, D, by_group;
   float eps;
 };
 
@@ -152,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const RopePar
     return;
   }
   const bool is_query = head < p.heads;
-  uint16_t* to = is_query ? static_cast<uint16_t*>(p.q) + (size_t(token) * p.heads + head) * p.D
+  const int group = p.heads / p.kv_heads, place_of_query = p.by_group ? head % group * p.kv_heads + head / group : head;
+  uint16_t* to = is_query ? static_cast<uint16_t*>(p.q) + (size_t(token) * p.heads + place_of_query) * p.D
                           : static_cast<uint16_t*>(p.k_cache) + (place + head - p.heads) * p.D;
   const uint16_t* weight = static_cast<const uint16_t*>(is_query ? p.q_norm : p.k_norm);
   float norm = 1.f;

@@ -24,7 +24,7 @@ THREADS, WIDE = 256, 8  # a cta; channels a thread loads at once
 WIDEST = {"none": THREADS * WIDE * 14, "silu_mul": THREADS * WIDE * 14, "rms_norm": THREADS * WIDE * 8}  # channels
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 _ROW = struct.Struct("<6Q2if4x")  # Params of sixteen_bit.cu
-_ROPE = struct.Struct("<10Q4if4x")  # RopeParams
+_ROPE = struct.Struct("<10Q5if")  # RopeParams
 
 
 def _defines(dtype: torch.dtype, fuse: str, fp8: bool, channels: int) -> dict[str, int | str]:
@@ -123,6 +123,7 @@ def rope_append_16_ref(
     row: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    by_group: bool,
 ) -> Tensor:
     """Norm heads (if weights are given), rotate q and k, and write k and v into the cache.
 
@@ -130,9 +131,11 @@ def rope_append_16_ref(
         qkv: float [N, (Hq + 2 H) * D]. q_norm, k_norm: [D] or None, with eps.
         cos, sin: float32 [positions, D / 2]. position: int32 [N]. row: int32 [N], each token's row of the cache.
         k_cache, v_cache: float [rows, H, D], written in place.
+        by_group: return query heads that read different kv heads side by side: an attention that takes the queries of
+            a group as so many tokens then reads them as they lie.
 
     Returns:
-        q: [N, Hq, D], rotated.
+        q, rotated: [N, Hq, D], or by_group [N * Hq / H, H, D].
     """
     kv_heads, dim = k_cache.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -140,6 +143,8 @@ def rope_append_16_ref(
     rope_qk_ref(rotated, cos, sin, position, q_heads, kv_heads, q_norm, k_norm, eps)
     q, k, v = split_heads(rotated, q_heads, kv_heads)
     k_cache[row.long()], v_cache[row.long()] = k, v
+    if by_group:
+        q = q.reshape(q.shape[0], kv_heads, -1, dim).transpose(1, 2).flatten(0, 1)
     return q.contiguous()
 
 
@@ -171,15 +176,17 @@ def _rope_append_16_gpu(
     row: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    by_group: bool,
 ) -> Tensor:
     kv_heads, dim = k_cache.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     if qkv.dtype not in ELEMENTS or not qkv.is_contiguous() or position.dtype != torch.int32:
-        return rope_append_16_ref(qkv, q_norm, k_norm, eps, cos, sin, position, row, k_cache, v_cache)
-    q = qkv.new_empty((qkv.shape[0], heads, dim))
+        return rope_append_16_ref(qkv, q_norm, k_norm, eps, cos, sin, position, row, k_cache, v_cache, by_group)
+    shape = (qkv.shape[0] * (heads // kv_heads), kv_heads, dim) if by_group else (qkv.shape[0], heads, dim)
+    q = qkv.new_empty(shape)
     norms = [0 if norm is None else norm.data_ptr() for norm in (q_norm, k_norm)]
     tensors = [t.data_ptr() for t in (cos, sin, position, row, q, k_cache, v_cache)]
-    params = _ROPE.pack(qkv.data_ptr(), *norms, *tensors, qkv.shape[0], heads, kv_heads, dim, eps)
+    params = _ROPE.pack(qkv.data_ptr(), *norms, *tensors, qkv.shape[0], heads, kv_heads, dim, by_group, eps)
     device = qkv.get_device()
     kernel = compile_kernel(SOURCE, "rope_append", device_arch(device), _defines(qkv.dtype, "none", False, WIDE))
     ctas = -(-qkv.shape[0] * (heads + 2 * kv_heads) * 32 // THREADS)
@@ -192,6 +199,16 @@ def _like(x: Tensor, channels: int, fp8: bool) -> tuple[Tensor, Tensor]:
     rows = x.shape[0]
     out = x.new_empty((rows, channels), dtype=FP8 if fp8 else x.dtype)
     return out, x.new_empty((rows if fp8 else 0, 1), dtype=torch.float32)
+
+
+def _rope_fake(qkv: Tensor, *rest: Tensor | float | None) -> Tensor:
+    k_cache, by_group = rest[-3], rest[-1]
+    assert isinstance(k_cache, Tensor)
+    kv_heads, dim = k_cache.shape[1:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    if by_group:
+        return qkv.new_empty((qkv.shape[0] * (heads // kv_heads), kv_heads, dim))
+    return qkv.new_empty((qkv.shape[0], heads, dim))
 
 
 define_op(
@@ -210,11 +227,9 @@ define_op(
 define_op("to_fp8(Tensor x) -> (Tensor, Tensor)", to_fp8, lambda x: _like(x, x.shape[1], True))
 define_op(
     "rope_append_16(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, Tensor sin, Tensor position,"
-    " Tensor row, Tensor(a!) k_cache, Tensor(b!) v_cache) -> Tensor",
+    " Tensor row, Tensor(a!) k_cache, Tensor(b!) v_cache, bool by_group) -> Tensor",
     rope_append_16_ref,
-    lambda qkv, q_norm, k_norm, eps, cos, sin, position, row, k_cache, v_cache: qkv.new_empty(
-        (qkv.shape[0], qkv.shape[1] // k_cache.shape[2] - 2 * k_cache.shape[1], k_cache.shape[2])
-    ),
+    _rope_fake,
 )
 LIBRARY.impl("rms_norm", _rms_norm_gpu, "CUDA")
 LIBRARY.impl("silu_mul", _silu_mul_gpu, "CUDA")
