@@ -31,7 +31,7 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -53,7 +53,7 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
             set_weight_attrs(parameter, {key: value for key, value in attributes.items() if value is not None} | extra)
             layer.register_parameter(leaf, parameter)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Put the weights into the layout of the GPU and drop the loaded ones."""
         dummy = get_current_vllm_config().load_config.load_format == "dummy"
         leaves = {leaf: getattr(layer, leaf).data for leaf in _leaves(layer)}
@@ -79,7 +79,7 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
             for leaf in leaves:
                 delattr(layer, leaf)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: float [..., K] -> the same type [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         prepared = getattr(layer, "comet_prepared", None)
@@ -118,7 +118,7 @@ def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.full(shape, value, dtype=dtype)
 
 
-def _leaves(layer: nn.Module) -> list[str]:
+def _leaves(layer: Any) -> list[str]:
     names = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "act_unit", "perm")
     return [name for name in names if getattr(layer, name, None) is not None]
 
