@@ -2,8 +2,9 @@
 //
 // kv4_append: a cta takes one kv head of one *run*, the new tokens of one sequence that share a page. The cta of a
 // token that is not the first of its run leaves at once, so the host need not know where runs begin. A run quantizes
-// its values, and its keys if it fills the page. STAGE says who writes the open page: 0 this launch (no sequence has
-// more than one run), 1 nobody, 2 only that, by the last run of each sequence (a page is read before it is overwritten).
+// its values, and its keys if it fills the page. A page is read before the open page is overwritten, so there are two
+// launches: stage 0 writes all but the open page of sequences with several runs, stage 2 that. Stage 3 is stage 0 where
+// no sequence has more than one token.
 // rope_append: a cta takes one kv head of one token with its q heads; a warp takes one head.
 // rope_qk: a warp takes one q or k head of one token.
 //
@@ -89,22 +90,25 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();
   let_next_kernel_start();
+  const int next = token + threadIdx.x; // loaded before anything is decided: one trip to memory
+  const bool exists = next < p.tokens;
   const int s = p.slot[token], place = p.position[token] - c.sinks; // place < 0: a sink
+  const int s_before = token > 0 ? p.slot[token - 1] : -1, before = token > 0 ? p.position[token - 1] - c.sinks : 0;
+  const int s_next = exists ? p.slot[next] : -1, place_next = exists ? p.position[next] - c.sinks : 0;
   if (s < 0) return;
-  const int index = place < 0 ? -1 : place / kPage;
-  const auto same_run = [&](int i) {
-    if (i < 0 || i >= p.tokens || p.slot[i] != s) return false;
-    const int at = p.position[i] - c.sinks;
-    return (at < 0 ? -1 : at / kPage) == index;
-  };
-  if (same_run(token - 1)) return;
+  const auto page_of = [](int place) { return place < 0 ? -1 : place / kPage; };
+  const int index = page_of(place);
+  if (s_before == s && page_of(before) == index) return;
   // The run's length: its tokens stand side by side.
   const int most = index < 0 ? c.sinks : kPage;
-  int count = 0;
-  for (int from = 0; from < most; from += kThreads) {
-    const int in = __syncthreads_count(from + threadIdx.x < most && same_run(token + from + threadIdx.x));
-    count += in;
-    if (in < kThreads) break;
+  int count = 1;
+  if (p.stage != 3) {
+    count = __syncthreads_count(threadIdx.x < most && s_next == s && page_of(place_next) == index);
+    for (int from = kThreads; from < most && count == from; from += kThreads) {
+      const int i = next + from;
+      count += __syncthreads_count(from + threadIdx.x < most && i < p.tokens && p.slot[i] == s &&
+                                   page_of(p.position[i] - c.sinks) == index);
+    }
   }
   const uint16_t* k = p.k + token * p.k_pitch + head * kDim;
   const uint16_t* v = p.v + token * p.v_pitch + head * kDim;
@@ -122,13 +126,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   }
   const int first = place % kPage; // slot of the run's first token
   uint16_t* open = c.k_open + (size_t(s) * c.heads + head) * kPage * kDim;
-  const bool last_run = token + count >= p.tokens || p.slot[token + count] != s;
+  const bool later_run = s_before == s && before >= 0;
+  const bool last_run = p.stage == 3 || token + count >= p.tokens || p.slot[token + count] != s;
   if (p.stage == 2) {
-    const bool several = token > 0 && p.slot[token - 1] == s && p.position[token - 1] >= c.sinks;
-    if (last_run && several) copy(open + first * kDim, k, p.k_pitch, count);
+    if (last_run && later_run) copy(open + first * kDim, k, p.k_pitch, count);
     return;
   }
-  const bool only_run = last_run && !(token > 0 && p.slot[token - 1] == s && p.position[token - 1] >= c.sinks);
   const int page = c.page_table[size_t(s) * c.table_width + index];
   for (int word = first / 8 + warp; word <= (first + count - 1) / 8; word += kWarps) {
     const int begin = max(first, 8 * word), end = min(first + count, 8 * word + 8);
@@ -137,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   if (first + count == kPage)
     quantize_page(
         c, page, head, [&](int i) { return i < first ? open + i * kDim : k + (i - first) * p.k_pitch; }, shared);
-  if (p.stage == 0 && only_run) copy(open + first * kDim, k, p.k_pitch, count);
+  if (last_run && !later_run) copy(open + first * kDim, k, p.k_pitch, count);
 }
 
 #elif ENTRY == 1
@@ -152,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_
   const int group = p.q_heads / c.heads;
   const uint16_t* row = p.k + size_t(token) * (p.q_heads + 2 * c.heads) * kDim;
   const float *cos = p.cos + size_t(max(t, 0)) * p.half, *sin = p.sin + size_t(max(t, 0)) * p.half;
-  const size_t sequence = size_t(s) * c.heads + head;
-  uint16_t* open = c.k_open + sequence * kPage * kDim;
+  const int sequence = page_head(c, s, head);
+  uint16_t* open = c.k_open + size_t(sequence) * kPage * kDim;
   const int page = s >= 0 && place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
   for (int task = warp; task < group + 2; task += kWarps) {
     if (task == 1) { // the value
@@ -162,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_
       if (place >= 0) {
         append_values(c, page, head, place % kPage, 1, v, 0, lane);
       } else {
-        uint16_t* to = c.v_sink + (sequence * c.sinks + c.sinks + place) * kDim;
+        uint16_t* to = c.v_sink + (size_t(sequence) * c.sinks + c.sinks + place) * kDim;
         for (int d = lane; d < kDim; d += 32) to[d] = v[d];
       }
       continue;
@@ -174,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_
     norm_head(h, is_key ? p.k_weight : p.q_weight, p.eps, p.half, lane);
     rotate_head(h, cos, sin, p.half, lane);
     uint16_t* to = !is_key    ? p.q + (size_t(token) * p.q_heads + which) * kDim
-                   : place < 0 ? c.k_sink + (sequence * c.sinks + c.sinks + place) * kDim
+                   : place < 0 ? c.k_sink + (size_t(sequence) * c.sinks + c.sinks + place) * kDim
                                : open + place % kPage * kDim;
     store_head(to, h, p.half, lane);
   }

@@ -79,9 +79,10 @@ def kv4_append_gpu(
 ) -> None:
     """`kv4_append` on CUDA tensors. max_new 1: no sequence has more than one token here, so one launch is enough."""
     check_cache("kv4_append", cache, k.dtype, slot, position, page_table)
-    launch_append(k, v, slot, position, pack_cache(cache, page_table), cache, 0)
+    packed = pack_cache(cache, page_table)
+    launch_append(k, v, slot, position, packed, cache, 3 if max_new == 1 else 0)
     if max_new != 1:
-        launch_append(k, v, slot, position, pack_cache(cache, page_table), cache, 2)
+        launch_append(k, v, slot, position, packed, cache, 2)
 
 
 def launch_append(

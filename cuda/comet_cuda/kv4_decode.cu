@@ -6,19 +6,14 @@
 // are added in shared memory; if a sequence has several chunks, each leaves (maximum, sum, output) in `partial`, and the
 // last one to arrive, by an integer ticket, adds all in ascending order: the same bits every time.
 //
-// Definitions: those of kv4_attend.cuh, STAGES of the ring, MIN_CTAS a multiprocessor.
+// Definitions: those of kv4_attend.cuh, MIN_CTAS a multiprocessor.
 #include "comet/kv4_attend.cuh"
-
-#include "comet/async_copy.cuh"
 
 using namespace comet;
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps, kHeads = 8 * NT;
-constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kRingBytes = STAGES * kStageBytes;
-constexpr int kParamBytes = 4 * (kDim + kPage); // scale and minimum of keys and values of a page
+constexpr int kBatch = 8;                       // partial outputs that a thread loads at once
 constexpr int kOpenPages = 2;                   // pages of a chunk that the open page stands for
-static_assert(STAGES >= 2 && STAGES - 1 <= kTiles, "two parameter buffers are enough");
 static_assert(STAGES >= NT, "the ring holds the four warps' outputs");
 
 struct Params {
@@ -35,68 +30,11 @@ struct Params {
 struct Shared {
   char ring[kWarps][kRingBytes];
   char params[kWarps][2][kParamBytes];
-  float q[NT * 8 * kDim]; // PageQuery's order
+  uint4 q[NT * kPieces * 32]; // InShared's order
   float top[kWarps][kHeads], total[kWarps][kHeads];
   int is_last;
 };
 
-// Fills a warp's ring, tile after tile of every fourth page.
-struct Producer {
-  const Cache& c;
-  const int* table;
-  uint32_t ring, params; // addresses in shared memory
-  int head, lane, index, end, tile = 0, parity = 0, stage = 0, page = 0, next = 0;
-
-  __device__ __forceinline__ Producer(const Cache& c, const int* table, uint32_t ring, uint32_t params, int head, int lane,
-                                      int first, int end)
-      : c(c), table(table), ring(ring), params(params), head(head), lane(lane), index(first), end(end) {
-    if (index < end) page = table[index];
-    if (index + kWarps < end) next = table[index + kWarps];
-  }
-  __device__ __forceinline__ void copy_params(size_t at) {
-    const char* from[4] = {reinterpret_cast<const char*>(c.k_scale + at * kDim),
-                           reinterpret_cast<const char*>(c.k_min + at * kDim),
-                           reinterpret_cast<const char*>(c.v_scale + at * kPage),
-                           reinterpret_cast<const char*>(c.v_min + at * kPage)};
-    const uint32_t to = params + parity * kParamBytes;
-#pragma unroll
-    for (int i = 0; i < (kDim + kPage) / 4; i += 32) {
-      const int piece = i + lane;
-      const int which = piece < kDim / 8 ? 0 : piece < kDim / 4 ? 1 : piece < kDim / 4 + kPage / 8 ? 2 : 3;
-      const int start = which < 2 ? which * kDim / 8 : kDim / 4 + (which - 2) * kPage / 8;
-      const char* base = which == 0 ? from[0] : which == 1 ? from[1] : which == 2 ? from[2] : from[3];
-      if ((kDim + kPage) / 4 % 32 == 0 || piece < (kDim + kPage) / 4)
-        copy_async_16(to + piece * 16, base + (piece - start) * 16, true);
-    }
-  }
-  __device__ __forceinline__ void step() {
-    if (index < end) {
-      const size_t at = page_head(c, page, head);
-      if (tile == 0) copy_params(at);
-      const uint32_t to = ring + stage * kStageBytes + lane * 16;
-      const uint8_t* k = c.k_codes + at * kPageBytes + tile * kTileBytes + lane * 16;
-      const uint8_t* v = c.v_codes + at * kPageBytes + tile * kTileBytes + (lane % 4 * 8 + lane / 4) * 16;
-#pragma unroll
-      for (int x = 0; x < kPieces; ++x) copy_async_16(to + x * 512, k + x * 512, true);
-#pragma unroll
-      for (int x = 0; x < kPieces; ++x) copy_async_16(to + kTileBytes + x * 512, v + x * 512, true);
-      if (++tile == kTiles) {
-        tile = 0, parity ^= 1, index += kWarps, page = next;
-        if (index + kWarps < end) next = table[index + kWarps];
-      }
-    }
-    commit_copies();
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-  }
-};
-
-__device__ __forceinline__ void load_words(const char* from, int lane, uint32_t (&words)[kWords]) {
-#pragma unroll
-  for (int x = 0; x < kPieces; ++x) {
-    const uint4 w = *reinterpret_cast<const uint4*>(from + x * 512 + lane * 16);
-    words[4 * x] = w.x, words[4 * x + 1] = w.y, words[4 * x + 2] = w.z, words[4 * x + 3] = w.w;
-  }
-}
 __device__ __forceinline__ void hide(float (&score)[2][NT][4], int token, int from, int to) { // but [from, to)
 #pragma unroll
   for (int a = 0; a < 4; ++a)
@@ -106,13 +44,14 @@ __device__ __forceinline__ void hide(float (&score)[2][NT][4], int token, int fr
 }
 
 // Pages first, first + 4, ... before end, in 4 bit; tokens before `visible` (of the paged ones) are hidden.
-__device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Producer& producer, const Shared& shared,
-                                             int first, int end, int visible, int warp, int lane) {
+__device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Producer<kWarps>& producer,
+                                             const Shared& shared, const InShared& q, int first, int end, int visible,
+                                             int warp, int lane) {
   int stage = 0, parity = 0;
 #pragma unroll 1
   for (int index = first; index < end; index += kWarps, parity ^= 1) {
     const char* params = shared.params[warp][parity];
-    PageQuery query;
+    PageQuery<InRegisters> query;
     float exponent = 0.f;
 #pragma unroll 1
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -121,7 +60,7 @@ __device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Pr
       producer.step();
       const char* values = params + 4 * kDim;
       if (tile == 0) {
-        query.set(shared.q, params, params + 2 * kDim, lane);
+        query.set(q, params, params + 2 * kDim, p.scale, lane);
         uint32_t largest = 0;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
@@ -133,7 +72,7 @@ __device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Pr
       uint32_t words[kWords];
       float score[2][NT][4];
       load_words(ring, lane, words);
-      query.scores(words, score, p.cap_log2);
+      query.scores(words, score, p.scale, p.cap_log2);
       const int token = tile * kTile + lane / 4 * 4;
       if (index * kPage + tile * kTile < visible) hide(score, index * kPage + token, visible, end * kPage);
       ValueParams v;
@@ -146,11 +85,11 @@ __device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Pr
 }
 
 // A tile of the open page: 16-bit keys from k_open, 4-bit values from `page`; slots from `from` up to `to` are read.
-__device__ __forceinline__ void attend_open(const Params& p, Attention& out, const uint16_t* q, int heads,
-                                            size_t sequence, size_t at, char* ring, int tile, int from, int to, int lane) {
+__device__ __forceinline__ void attend_open(const Params& p, Attention& out, const InShared& q, int sequence, int at,
+                                            char* ring, int tile, int from, int to, int lane) {
   const Cache& c = p.cache;
   const int g = lane / 4, t = lane % 4, token = tile * kTile + 4 * g;
-  const uint16_t* k = c.k_open + (sequence * kPage + token) * kDim + 8 * t;
+  const uint16_t* k = c.k_open + (size_t(sequence) * kPage + token) * kDim + 8 * t;
   const uint32_t to_shared = shared_address(ring) + lane * 16;
 #pragma unroll
   for (int a = 0; a < 4; ++a)
@@ -158,98 +97,27 @@ __device__ __forceinline__ void attend_open(const Params& p, Attention& out, con
     for (int y = 0; y < kPieces; ++y) copy_async_16(to_shared + (a * kPieces + y) * 512, k + a * kDim + 32 * y, true);
   commit_copies();
   uint32_t words[kWords];
-  const uint8_t* v = c.v_codes + at * kPageBytes + tile * kTileBytes + (8 * t + g) * 16;
-#pragma unroll
-  for (int x = 0; x < kPieces; ++x) {
-    const uint4 w = *reinterpret_cast<const uint4*>(v + x * 512);
-    words[4 * x] = w.x, words[4 * x + 1] = w.y, words[4 * x + 2] = w.z, words[4 * x + 3] = w.w;
-  }
-  const uint2 s2 = *reinterpret_cast<const uint2*>(c.v_scale + at * kPage + token);
-  const uint2 m2 = *reinterpret_cast<const uint2*>(c.v_min + at * kPage + token);
+  load_value_words(c, at, tile, lane, words);
   ValueParams params;
-  params.set(s2, m2);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int a = 0; a < 4; ++a) {
-    const bool read = token + a >= from && token + a < to;
-    const uint32_t bits = ((a < 2 ? s2.x : s2.y) >> (16 * (a % 2))) & 0xFFFFu;
-    if (read) largest = max(largest, bits);
-    if (!read) params.scale[a] = params.centre[a] = 0.f; // slots that nobody wrote may hold anything
-  }
-  const float exponent = exponent_above(largest);
-  float score[2][NT][4] = {};
+  const float exponent = load_value_params(c, at, token, from, to, params);
+  float score[2][NT][4];
   wait_for_copies<0>();
-#pragma unroll
-  for (int n = 0; n < NT; ++n)
-#pragma unroll
-    for (int y = 0; y < kPieces; ++y) {
-      uint4 b = make_uint4(0, 0, 0, 0);
-      if (8 * n + g < heads) b = *reinterpret_cast<const uint4*>(q + (8 * n + g) * kDim + 32 * y + 8 * t);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const uint4 r = *reinterpret_cast<const uint4*>(ring + (2 * m * kPieces + y) * 512 + lane * 16);
-        const uint4 r8 = *reinterpret_cast<const uint4*>(ring + ((2 * m + 1) * kPieces + y) * 512 + lane * 16);
-        E::mma(score[m][n], r.x, r8.x, r.y, r8.y, b.x, b.y);
-        E::mma(score[m][n], r.z, r8.z, r.w, r8.w, b.z, b.w);
-      }
-    }
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[m][n][i] *= p.scale;
-        if (SOFTCAP) score[m][n][i] = capped(score[m][n][i], p.cap_log2);
-      }
+  scores_16(
+      q, [&](int a, int j) { return *reinterpret_cast<const uint4*>(ring + (a * kPieces + j) * 512 + lane * 16); }, score,
+      p.scale, p.cap_log2);
   hide(score, token, from, to);
   out.add(score, words, params, exponent);
 }
 
-// The sinks from `from` up to `to`, in 16 bit, one after the other: they are few.
-__device__ __forceinline__ void attend_sinks(const Params& p, Attention& out, const uint16_t* q, int heads,
-                                             size_t sequence, int from, int to, int lane) {
-  const Cache& c = p.cache;
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll 1
-  for (int i = from; i < to; ++i) {
-    const uint16_t* k = c.k_sink + (sequence * c.sinks + i) * kDim;
-    const uint16_t* v = c.v_sink + (sequence * c.sinks + i) * kDim;
-    float score[NT][2] = {};
-#pragma unroll 1
-    for (int head = 0; head < heads; ++head) {
-      float dot = 0.f;
-#pragma unroll
-      for (int d = 0; d < kPieces; ++d) dot = fmaf(E::one(q[head * kDim + lane + 32 * d]), E::one(k[lane + 32 * d]), dot);
-#pragma unroll
-      for (int d = 16; d > 0; d /= 2) dot += __shfl_xor_sync(~0u, dot, d);
-      dot *= p.scale;
-      if (SOFTCAP) dot = capped(dot, p.cap_log2);
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (head == 8 * n + 2 * t + j) score[n][j] = dot;
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      out.raise(n, score[n][0], score[n][1]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float prob = exp2_fast(score[n][j] - (out.top[n][j] - kHeadroom)), part = prob * (1.f / kUnit);
-        if (g == 0) out.total[n][j] += prob; // the other lanes hold the same
-#pragma unroll
-        for (int x = 0; x < kPieces; ++x)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            out.out[n][x][e / 2][e % 2 * 2 + j] = fmaf(part, E::one(v[32 * x + 4 * g + e]), out.out[n][x][e / 2][e % 2 * 2 + j]);
-      }
-    }
-  }
+__device__ __forceinline__ void add_scaled(float4& sum, float f, float4 x) {
+  sum.x = fmaf(f, x.x, sum.x), sum.y = fmaf(f, x.y, sum.y), sum.z = fmaf(f, x.z, sum.z), sum.w = fmaf(f, x.w, sum.w);
+}
+__device__ __forceinline__ void store_four(uint16_t* to, float4 sum, float total) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(E::pair(sum.x / total, sum.y / total), E::pair(sum.z / total, sum.w / total));
 }
 
 // The warps' outputs -> shared memory, scaled to their common maximum: [warp, head, D]. Returns them.
-__device__ __forceinline__ float* gather_warps(const Attention& out, Shared& shared, int warp, int lane) {
+__device__ __forceinline__ const float4* gather_warps(const Attention& out, Shared& shared, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   if (g == 0)
 #pragma unroll
@@ -275,7 +143,7 @@ __device__ __forceinline__ float* gather_warps(const Attention& out, Shared& sha
                         f * out.out[n][x][1][i + 2]);
     }
   __syncthreads();
-  return all;
+  return reinterpret_cast<const float4*>(all);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(const __grid_constant__ Params p) {
@@ -306,49 +174,56 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   const int end = min(low + first_chunk + chunk * p.chunk, own);
   const int* table = c.page_table + size_t(s) * c.table_width;
   const int first = begin + (chunk == 0 ? kWarps - 1 - warp : warp);
-  Producer producer(c, table, shared_address(shared.ring[warp]), shared_address(shared.params[warp]), head, lane, first,
+  Producer<kWarps> producer(c, table, shared_address(shared.ring[warp]), shared_address(shared.params[warp]), head, lane, first,
                     end);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) producer.step();
   wait_for_previous_kernel();
-  for (int i = threadIdx.x; i < NT * 8 * kDim; i += kThreads) { // q -> PageQuery's order
-    const int piece = i / 128, of = i / 4 % 32, g = of / 4, t = of % 4;
-    const int hd = piece / (kDim / 16) * 8 + g, d = kDim / 4 * t + piece % (kDim / 16) * 4 + i % 4;
-    shared.q[i] = hd < heads ? E::one(q[hd * kDim + d]) * p.scale : 0.f;
+  for (int i = threadIdx.x; i < NT * kPieces * 32; i += kThreads) {
+    const int hd = i / (kPieces * 32) * 8 + i % 32 / 4, d = i / 32 % kPieces * 32 + i % 4 * 8;
+    shared.q[i] = hd < heads ? *reinterpret_cast<const uint4*>(q + hd * kDim + d) : make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   Attention out;
   out.clear();
-  attend_pages(p, out, producer, shared, first, end, visible, warp, lane);
+  const InShared lane_q{shared.q + lane};
+  attend_pages(p, out, producer, shared, lane_q, first, end, visible, warp, lane);
   if (chunk == 0) {
-    const size_t sequence = size_t(s) * c.heads + head;
+    const int sequence = page_head(c, s, head);
     if (paged > 0) {
       const int count = paged - own * kPage, from = max(visible - own * kPage, 0);
-      const size_t at = page_head(c, table[own], head);
+      const int at = page_head(c, table[own], head);
       for (int tile = from / kTile + warp; tile * kTile < count; tile += kWarps)
-        attend_open(p, out, q, heads, sequence, at, shared.ring[warp], tile, from, count, lane);
+        attend_open(p, out, lane_q, sequence, at, shared.ring[warp], tile, from, count, lane);
     }
-    if (warp == kWarps - 1) attend_sinks(p, out, q, heads, sequence, min(oldest, sinks), sinks, lane);
+    const uint16_t *k_sink = c.k_sink + size_t(sequence) * c.sinks * kDim, *v_sink = c.v_sink + size_t(sequence) * c.sinks * kDim;
+    for (int base = (kWarps - 1 - warp) * kTile; base < sinks; base += kWarps * kTile)
+      attend_sinks(
+          out, lane_q, k_sink, v_sink, base, sinks, [&](int token, int, int) { return token < oldest; }, p.scale,
+          p.cap_log2, lane);
   }
   out.finish();
-  const float* all = gather_warps(out, shared, warp, lane);
+  const float4* all = gather_warps(out, shared, warp, lane);
   const size_t pair = size_t(row) * gridDim.x + blockIdx.x;
-  float* mine = p.partial + (pair * gridDim.z + chunk) * kHeads * (kDim + 2);
-  for (int i = threadIdx.x; i < heads * kDim; i += kThreads) {
-    const int hd = i / kDim;
-    float sum = 0.f, total = 0.f, top = shared.top[0][hd];
+  constexpr int kPart = kHeads * (kDim + 4); // floats of one cta: output, then maximum and sum
+  float* part = p.partial + pair * gridDim.z * kPart;
+  for (int i = threadIdx.x; i < heads * kDim / 4; i += kThreads) {
+    const int hd = 4 * i / kDim;
+    float total = 0.f, top = shared.top[0][hd];
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared.top[w][hd]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      sum += all[(w * kHeads + hd) * kDim + i % kDim];
+      add_scaled(sum, 1.f, all[w * kHeads * kDim / 4 + i]);
       total = fmaf(shared.total[w][hd], exp2_fast(shared.top[w][hd] - top), total);
     }
     if (chunks == 1) {
-      p.out[q_row + i] = E::from(sum / total);
+      store_four(p.out + q_row + 4 * i, sum, total);
     } else {
-      mine[i] = sum;
-      if (i % kDim == 0) mine[kHeads * kDim + 2 * hd] = top, mine[kHeads * kDim + 2 * hd + 1] = total;
+      float* mine = part + chunk * kPart;
+      reinterpret_cast<float4*>(mine)[i] = sum;
+      if (4 * i % kDim == 0) *reinterpret_cast<float2*>(mine + kHeads * kDim + 4 * hd) = make_float2(top, total);
     }
   }
   if (chunks == 1) return;
@@ -359,19 +234,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   if (!shared.is_last) return;
   __threadfence();
   if (threadIdx.x == 0) p.tickets[pair] = 0;
-  const float* part = p.partial + pair * gridDim.z * kHeads * (kDim + 2);
-  constexpr int kPart = kHeads * (kDim + 2);
-  for (int i = threadIdx.x; i < heads * kDim; i += kThreads) {
-    const float* ends = part + kHeads * kDim + 2 * (i / kDim);
-    float top = kNoScore, sum = 0.f, total = 0.f;
-#pragma unroll 4
-    for (int z = 0; z < chunks; ++z) top = fmaxf(top, __ldcg(ends + z * kPart));
-#pragma unroll 4
-    for (int z = 0; z < chunks; ++z) {
-      const float f = exp2_fast(__ldcg(ends + z * kPart) - top);
-      sum = fmaf(f, __ldcg(part + z * kPart + i), sum);
-      total = fmaf(f, __ldcg(ends + z * kPart + 1), total);
+  for (int i = threadIdx.x; i < heads * kDim / 4; i += kThreads) {
+    const float* ends = part + kHeads * kDim + 4 * (4 * i / kDim);
+    float top = kNoScore, total = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int from = 0; from < chunks; from += kBatch) {
+      float2 end[kBatch];
+      float4 values[kBatch];
+#pragma unroll
+      for (int z = 0; z < kBatch; ++z) {
+        const int at = min(from + z, chunks - 1) * kPart;
+        end[z] = __ldcg(reinterpret_cast<const float2*>(ends + at));
+        values[z] = __ldcg(reinterpret_cast<const float4*>(part + at) + i);
+        if (from + z >= chunks) end[z] = make_float2(kHidden, 0.f);
+      }
+      float higher = top;
+#pragma unroll
+      for (int z = 0; z < kBatch; ++z) higher = fmaxf(higher, end[z].x);
+      const float f = exp2_fast(top - higher);
+      top = higher;
+      total *= f, sum.x *= f, sum.y *= f, sum.z *= f, sum.w *= f;
+#pragma unroll
+      for (int z = 0; z < kBatch; ++z) {
+        const float g = exp2_fast(end[z].x - top);
+        add_scaled(sum, g, values[z]);
+        total = fmaf(g, end[z].y, total);
+      }
     }
-    p.out[q_row + i] = E::from(sum / total);
+    store_four(p.out + q_row + 4 * i, sum, total);
   }
 }

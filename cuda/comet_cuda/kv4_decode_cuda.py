@@ -45,12 +45,12 @@ class DecodeTiles:
     def shared_bytes(self, dim: int, page: int) -> int:
         """Dynamic shared memory of a cta: `Shared` of kv4_decode.cu."""
         heads = 8 * self.head_tiles
-        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 4 * heads * dim + 8 * WARPS * heads + 16
+        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 16
 
 
 def decode_tiles(dim: int) -> DecodeTiles:
     """The compilation for heads of `dim` channels."""
-    return DecodeTiles(1, 2, {64: 5, 96: 4, 128: 4, 256: 2}[dim])
+    return DecodeTiles(1, 3 if dim < 256 else 2, {64: 4, 96: 3, 128: 3, 256: 2}[dim])
 
 
 def plan_chunk(pairs: int, pages: int, ctas: int) -> int:
@@ -135,7 +135,7 @@ def kv4_decode_gpu(
     chunks = chunks_of(pages, chunk)
     partial_at = tickets_at = 0
     if chunks > 1:
-        partial = torch.empty(pairs * chunks * 8 * tiles.head_tiles * (dim + 2), dtype=torch.float32, device=q.device)
+        partial = torch.empty(pairs * chunks * 8 * tiles.head_tiles * (dim + 4), dtype=torch.float32, device=q.device)
         partial_at, tickets_at = partial.data_ptr(), _tickets.take(q.device, pairs).data_ptr()
     log2e = 1.4426950408889634
     scale, cap = (softmax_scale / softcap, softcap * log2e) if softcap > 0 else (softmax_scale * log2e, 0.0)

@@ -3,10 +3,10 @@
 A page of T tokens is T / 32 tiles of 32 tokens. Each tile is read by one warp, lane 4 * g + t taking D / 32 pieces of
 16 bytes (four words of eight codes each) for keys, and as many for values:
 
-keys    word (token 4 g + a, j) holds channels (D / 4) t + 8 j .. + 8 of one token: attention multiplies it with q
+keys    word (token 4 g + a, j) holds channels 32 j + 8 t .. + 8 of one token: attention multiplies it with q
         along the channels. Its place in the lane's words is a * D / 32 + j; pieces are [piece, lane].
 values  word (tokens 8 t .. 8 t + 8, channel) holds one channel of eight tokens: attention multiplies it with the
-        probabilities along the tokens. Piece x of the lane holds channels 32 x + 4 g .. + 4; pieces are [x, t, g].
+        probabilities along the tokens. Piece x of the lane holds channels 32 x + 4 g .. + 4; pieces are [x, lane].
 
 Nibble i of a word is code i. Only the order changes, so a page takes the same bytes as the canonical one.
 """
@@ -22,14 +22,14 @@ TILE = 32  # tokens
 
 
 def _split_keys(codes: Tensor) -> Tensor:
-    """[P, H, T, D] -> [P, H, tile, g, a, t, j, nibble]."""
+    """[P, H, T, D] -> [P, H, tile, g, a, j, t, nibble]."""
     p, h, tokens, dim = codes.shape
-    return codes.view(p, h, tokens // TILE, 8, 4, 4, dim // 32, 8)
+    return codes.view(p, h, tokens // TILE, 8, 4, dim // 32, 4, 8)
 
 
 def tile_keys(codes: Tensor) -> Tensor:
     """Canonical k_codes, uint8 [P, H, T, D / 2] -> the same bytes tiled."""
-    words = _split_keys(unpack_nibbles(codes)).permute(0, 1, 2, 4, 6, 3, 5, 7)  # tile, a, j, g, t, nibble
+    words = _split_keys(unpack_nibbles(codes)).permute(0, 1, 2, 4, 5, 3, 6, 7)  # tile, a, j, g, t, nibble
     p, h, tiles = words.shape[:3]
     words = words.reshape(p, h, tiles, -1, 4, 32, 8).transpose(4, 5)  # tile, piece, lane, word, nibble
     return pack_nibbles(words.reshape(p, h, codes.shape[2], -1))
@@ -39,7 +39,7 @@ def untile_keys(codes: Tensor) -> Tensor:
     """The inverse of `tile_keys`."""
     p, h, tokens, half = codes.shape
     words = unpack_nibbles(codes).view(p, h, tokens // TILE, half // 16, 32, 4, 8).transpose(4, 5)
-    words = words.reshape(p, h, tokens // TILE, 4, half // 16, 8, 4, 8).permute(0, 1, 2, 5, 3, 6, 4, 7)
+    words = words.reshape(p, h, tokens // TILE, 4, half // 16, 8, 4, 8).permute(0, 1, 2, 5, 3, 4, 6, 7)
     return pack_nibbles(words.reshape(p, h, tokens, 2 * half))
 
 
@@ -47,14 +47,14 @@ def tile_values(codes: Tensor) -> Tensor:
     """Canonical v_codes, uint8 [P, H, T, D / 2] -> the same bytes tiled."""
     p, h, tokens, half = codes.shape
     words = unpack_nibbles(codes).view(p, h, tokens // TILE, 4, 8, half // 16, 8, 4)  # tile, t, nibble, x, g, i
-    return pack_nibbles(words.permute(0, 1, 2, 5, 3, 6, 7, 4).reshape(p, h, tokens, 2 * half))
+    return pack_nibbles(words.permute(0, 1, 2, 5, 6, 3, 7, 4).reshape(p, h, tokens, 2 * half))
 
 
 def untile_values(codes: Tensor) -> Tensor:
     """The inverse of `tile_values`."""
     p, h, tokens, half = codes.shape
-    words = unpack_nibbles(codes).view(p, h, tokens // TILE, half // 16, 4, 8, 4, 8)  # tile, x, t, g, i, nibble
-    return pack_nibbles(words.permute(0, 1, 2, 4, 7, 3, 5, 6).reshape(p, h, tokens, 2 * half))
+    words = unpack_nibbles(codes).view(p, h, tokens // TILE, half // 16, 8, 4, 4, 8)  # tile, x, g, t, i, nibble
+    return pack_nibbles(words.permute(0, 1, 2, 5, 7, 3, 4, 6).reshape(p, h, tokens, 2 * half))
 
 
 def tile_pages(cache: KV4Pages) -> KV4Pages:

@@ -6,12 +6,17 @@ written by earlier chunks, lie in the open page, which the chunk's last page ove
 and decode give the same cache, and the same answers up to rounding.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from comet_cuda.kv4_append import CACHE_SCHEMA, KV4Pages, kv4_append_ref
 from comet_cuda.kv4_decode import gather_sequence
-from comet_cuda.library import define_op
+from comet_cuda.library import LIBRARY, define_op
+
+if TYPE_CHECKING:
+    from comet_cuda.jit import Configuration
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, window: int, softcap: float) -> Tensor:
@@ -110,6 +115,32 @@ define_op(
     _prefill,
     _fake,
 )
+
+
+def _prefill_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    page_table: Tensor,
+    *cache_and_options: Tensor | float,
+) -> Tensor:
+    from comet_cuda.kv4_prefill_cuda import kv4_prefill_gpu
+
+    cache, options = cache_and_options[:9], cache_and_options[9:]
+    return kv4_prefill_gpu(q, k, v, starts, slot, position, page_table, cache, *options)  # type: ignore[arg-type]
+
+
+LIBRARY.impl("kv4_prefill", _prefill_gpu, "CUDA")
+
+
+def configurations(family: str) -> "list[Configuration]":
+    """How kv4_prefill.cu is compiled on a GPU family."""
+    from comet_cuda.kv4_prefill_cuda import configurations
+
+    return configurations(family)
 
 
 def kv4_prefill(
