@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from comet_cli import bench, bench_kernel, calibrate, console, demo, doctor, evaluate, export, inspect, pack, report
+from comet_cli import (
+    bench,
+    bench_kernel,
+    calibrate,
+    console,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    inspect,
+    pack,
+    report,
+    reproduce,
+)
 from comet_cuda.errors import CometError
 
 GO_ON = {  # command -> what Ctrl-C leaves behind
@@ -61,6 +74,7 @@ def comet(
 app.command("calibrate")(calibrate.calibrate)
 app.command("pack")(pack.pack)
 app.command("eval")(evaluate.evaluate)
+app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 bench.app.command("kernel")(bench_kernel.kernel)
 app.command("inspect")(inspect.inspect)
