@@ -2,14 +2,17 @@
 //
 // A cta takes TOKENS tokens. It stages their rows in shared memory, channel by channel with the tokens side by side in
 // one word, so that one gathered word serves all of them. Then eight lanes take a block of 128 channels, 16 values each
-// (quantize.cuh). gridDim.y ctas share the blocks of the same tokens where there are too few tokens to fill the GPU.
+// (quantize.cuh), and the tokens of one 32-bit word together. gridDim.y ctas share the blocks of the same tokens where there are too few tokens to fill the GPU.
 //
 // Definitions: ELEMENT (Float32, BFloat16, Float16), TOKENS (1, 2, 4; at most 2 for Float32), HADAMARD (0, 1),
 // FUSE (0 none; 1 RMSNorm with an optional residual add; 2 SiLU(gate) * up, x holds [gate | up]),
 // OUT (0 canonical; 1 tiled for sm_90, see weight_layout.py; 2 tiled for sm_80, 3 portable, see weight_layout_sm80.py),
 // VECTOR (1: K is a multiple of 4 and every row is aligned to 4 elements; 0: any),
 // STAGE (1; 0: rows do not fit in shared memory, gather from global memory),
+// SHARE (1: every block has its own scale; 4: the INT4 blocks of a quad share theirs up to powers of two; the four
+// blocks of a warp are one quad),
 // THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers).
+#include "comet/codes.cuh"
 #include "comet/rows.cuh"
 
 using namespace comet;
@@ -22,6 +25,7 @@ struct Params {
   const int* perm;         // [K], aligned to 512 bytes
   const uint8_t* bits;     // [NB]
   const float* clip;       // [NB]
+  const float* unit;       // [NB] or null: ones (SHARE == 4)
   void* codes;
   float* scale; // [M, NB] canonical, or the tiled forms' meta
   int M, K, NB;
@@ -41,21 +45,22 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
   const size_t pitch = size_t(FUSE == 2 ? 2 * p.K : p.K) * E::kBytes;
   const size_t first = size_t(token0) * pitch;
   const bool add = FUSE == 1 && p.residual != nullptr;
+  const char* second = static_cast<const char*>(FUSE == 2 ? p.x : p.residual) + (FUSE == 2 ? size_t(p.K) * E::kBytes : 0);
   float squares[TOKENS] = {};
   const auto batch = [&](int c0, bool full) { // full: all channels and tokens exist
     Four x[kBatch][TOKENS], other[kBatch][TOKENS];
+    const size_t start = first + size_t(c0) * E::kBytes;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
+    for (int t = 0; t < TOKENS; ++t)
 #pragma unroll
-      for (int t = 0; t < TOKENS; ++t) {
+      for (int i = 0; i < kBatch; ++i) {
+        constexpr size_t kApart = size_t(4 * THREADS) * E::kBytes; // a constant offset costs no instruction
         const int c = c0 + 4 * THREADS * i;
         const bool valid = full || (c < p.K && token0 + t < p.M);
-        const size_t row = first + t * pitch;
+        const size_t at = start + t * pitch;
         x[i][t] = other[i][t] = Four{};
-        if (valid) x[i][t] = load_four(static_cast<const char*>(p.x) + row, c, p.K);
-        if (FUSE == 2 && valid)
-          other[i][t] = load_four(static_cast<const char*>(p.x) + row + size_t(p.K) * E::kBytes, c, p.K);
-        if (add && valid) other[i][t] = load_four(static_cast<const char*>(p.residual) + row, c, p.K);
+        if (valid) x[i][t] = load_four(static_cast<const char*>(p.x) + at, i * kApart, p.K - c);
+        if (valid && (FUSE == 2 || add)) other[i][t] = load_four(second + at, i * kApart, p.K - c);
       }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -106,7 +111,7 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
       inverse[t] = rsqrtf(sum / float(p.K) + p.eps);
     }
     for (int c = 4 * threadIdx.x; c < p.K; c += 4 * blockDim.x) { // the thread's own channels
-      const Four w = load_four(p.norm_weight, c, p.K);
+      const Four w = load_four(static_cast<const char*>(p.norm_weight) + size_t(c) * E::kBytes, 0, p.K - c);
       Four x[TOKENS];
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t) {
@@ -121,10 +126,16 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
   }
 }
 
+// Tokens of one 32-bit word, which are quantized together; each of their first lanes answers for one (Lane::token).
+constexpr int kJoint = kHalves;
+
 // A lane's place: which of the four blocks of its warp, and where among the eight lanes of that block.
 struct Lane {
   int lane, group;
   __device__ Lane() : lane(threadIdx.x % kLanesPerBlock), group(threadIdx.x % 32 / kLanesPerBlock) {}
+  __device__ int token() const { return lane % kJoint; }
+  // The value that the lane of token t holds, in every lane of the block.
+  __device__ static float of_token(float x, int t) { return kJoint == 1 ? x : __shfl_sync(kWarp, x, t, kJoint); }
 };
 
 // What a lane knows of the block that it quantizes next. Groups beyond the last block repeat it and store nothing, so
@@ -161,56 +172,217 @@ struct NextBlock {
   }
 };
 
-// Where a lane stores its four words of codes, its scale or its sum, of one block and the first token of the cta.
-// Word q holds channels 4 * (lane + 8 * (q / 2) + 16 * (q % 2)) on.
+// Where a lane stores, for one block and the first token of the cta: its four words of codes, and the scale (lanes
+// below kJoint) or sum (the next kJoint) of its token. Word q holds channels 4 * (lane + 8 * (q / 2) + 16 * (q % 2)) on.
+// Indices have 32 bits: the launcher sees to it that there are fewer than 2^33 codes.
 struct Destination {
-  char* codes;
-  float* meta; // lane 0: of the scale; lane 1: of the sum
-  __device__ __forceinline__ Destination(const Params& p, int token0, int block, int lane) {
-    char* all = static_cast<char*>(p.codes);
+  char* codes;   // OUT < 2: of the first word; else of the block
+  uint32_t word; // OUT >= 2: of the first word, in the block; in 16-bit words for nibbles
+  uint32_t meta;
+  static constexpr int kWords = kBlock / 4;
+  __device__ static int meta_at(int row) { return 4 * (row / 2) + row % 2; }
+  __device__ __forceinline__ Destination(const Params& p, int token0, int block, const Lane& at) {
+    char* const all = static_cast<char*>(p.codes);
+    const int token = token0 + at.token(), kind = at.lane / kJoint;
+    word = token0 * kWords + at.lane;
 #if OUT == 0
-    codes = all + (size_t(token0) * p.NB + block) * kBlock + 4 * lane;
-    meta = p.scale + size_t(token0) * p.NB + block;
+    codes = all + (size_t(token0) * p.NB + block) * kBlock + 4 * at.lane;
+    meta = uint32_t(token) * p.NB + block;
 #elif OUT == 1 // the swizzle flips address bits 4..6 by the row
-    const int atoms = (p.M + 7) / 8, row = token0 % 8;
-    const size_t atom = size_t(block) * atoms + token0 / 8;
-    codes = all + atom * 1024 + row * 128 + ((4 * lane) ^ (16 * row));
-    meta = p.scale + atom * 16 + 2 * row + (row % 2 ? -1 : 0) + 2 * lane;
+    const uint32_t row = token0 % 8, atom = uint32_t(block) * atoms(p) + token0 / 8;
+    codes = all + size_t(atom) * 1024 + row * 128 + ((4 * at.lane) ^ (16 * row));
+    meta = atom * 16 + meta_at(token % 8) + 2 * kind;
 #else
     codes = all + size_t(block) * p.M * kBlock;
-    meta = p.scale + (size_t(block) * p.M + token0) * 2 + lane;
+    meta = (uint32_t(block) * p.M + token) * 2 + kind;
 #endif
   }
-  __device__ __forceinline__ uint32_t* word(const Params& p, int t, int q) const {
-    const size_t offset = 32 * (q / 2) + 64 * (q % 2);
-    if (OUT == 1) // rows are 128 bytes apart and their swizzles 16; TOKENS divides 8, so nothing carries
-      return reinterpret_cast<uint32_t*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ offset);
-    return reinterpret_cast<uint32_t*>(codes + size_t(t) * p.NB * kBlock + offset);
+  __device__ static int atoms(const Params& p) { return (p.M + 7) / 8; }
+  __device__ __forceinline__ void advance(const Params& p, int blocks) {
+#if OUT == 0
+    codes += blocks * kBlock, meta += blocks;
+#elif OUT == 1
+    codes += size_t(blocks) * atoms(p) * 1024, meta += blocks * atoms(p) * 16;
+#else
+    codes += size_t(blocks) * p.M * kBlock, meta += blocks * p.M * 2;
+#endif
+  }
+  template <bool kInt4> __device__ __forceinline__ void store_word(const Params& p, int t, int q, uint32_t data) const {
+    const uint32_t offset = 8 * (q / 2) + 16 * (q % 2);
+#if OUT == 0
+    store_global(codes + size_t(t) * p.NB * kBlock + 4 * offset, data);
+#elif OUT == 1 // rows are 128 bytes apart and their swizzles 16; TOKENS divides 8, so nothing carries
+    store_global(reinterpret_cast<char*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ (4 * offset)), data);
+#else
+    const uint32_t at = word + t * kWords + offset;
+    if (OUT == 2 && kInt4)
+      reinterpret_cast<uint16_t*>(codes)[at] = pack_nibbles(data);
+    else
+      reinterpret_cast<uint32_t*>(codes)[at] = data;
+#endif
+  }
+  // The scale or sum of this lane's token, t tokens further on.
+  __device__ __forceinline__ void store_meta(const Params& p, int t, float value) const {
+    p.scale[meta + (OUT == 0 ? uint32_t(t) * p.NB : OUT == 1 ? meta_at(t) : 2 * t)] = value;
   }
 };
 
-__device__ __forceinline__ void store(const Params& p, const Destination& to, int token0, int t, int lane, bool is_int4, bool all_int4,
-                                      const uint32_t (&pairs)[8], float scale, float sum) {
+// One token's codes of one block -> memory.
+template <bool kInt4>
+__device__ __forceinline__ void store_codes(const Params& p, const Destination& to, int t, const uint32_t (&pairs)[kSlots / 2],
+                                            uint32_t factor) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-#if OUT == 0
-    *to.word(p, t, q) = bytes_of(pairs[2 * q], pairs[2 * q + 1]);
-#elif OUT == 1
-    uint32_t data = e4m3_of(pairs[2 * q], pairs[2 * q + 1]);
-    if (!all_int4 && !is_int4) data = bytes_of(pairs[2 * q], pairs[2 * q + 1]);
-    *to.word(p, t, q) = data;
+    const uint32_t low = pairs[2 * q], high = pairs[2 * q + 1];
+#if OUT == 1
+    to.store_word<kInt4>(p, t, q, kInt4 ? e4m3_of(low, high, factor) : bytes_of<kInt4>(low, high));
 #else
-    const uint32_t data = bytes_of(pairs[2 * q], pairs[2 * q + 1]);
-    const size_t at = size_t(token0 + t) * (kBlock / 4) + lane + 8 * (q / 2) + 16 * (q % 2);
-    if (OUT == 2 && is_int4)
-      reinterpret_cast<uint16_t*>(to.codes)[at] = pack_nibbles(data);
-    else
-      reinterpret_cast<uint32_t*>(to.codes)[at] = data;
+    to.store_word<kInt4>(p, t, q, bytes_of<kInt4>(low, high));
 #endif
   }
-  if (lane < (OUT == 0 ? 1 : 2)) {
-    const size_t at = OUT == 0 ? size_t(t) * p.NB : OUT == 1 ? (t & 1) + 4 * (t >> 1) : 2 * t;
-    to.meta[at] = lane == 0 ? scale : sum;
+}
+
+// The largest magnitude of the block, for the lane's token (or for the only one).
+__device__ __forceinline__ float block_largest(const float (&v)[kJoint][kSlots], const Lane& at) {
+  float own[kJoint];
+#pragma unroll
+  for (int t = 0; t < kJoint; ++t) {
+    int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
+#pragma unroll
+    for (int i = 0; i < kSlots; i += 4)
+      most = max(max(most, __float_as_int(fmaxf(fabsf(v[t][i]), fabsf(v[t][i + 1])))),
+                 __float_as_int(fmaxf(fabsf(v[t][i + 2]), fabsf(v[t][i + 3]))));
+    own[t] = __int_as_float(most);
+  }
+  if (kJoint == 1) return block_max(own[0], 1);
+  const bool odd = at.token() == 1; // each of two lanes gives away what the other one answers for
+  const float other = __shfl_xor_sync(kWarp, odd ? own[0] : own[kJoint - 1], 1);
+  return block_max(fmaxf(odd ? own[kJoint - 1] : own[0], other), 2);
+}
+
+// The static unit of a block (SHARE == 4). It is read where it is needed, twice, and not kept in a register.
+__device__ __forceinline__ float unit_of(const Params& p, int block) {
+  if (p.unit == nullptr) return 1.f;
+  float unit;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(unit) : "l"(p.unit + min(block, p.NB - 1)));
+  return unit;
+}
+
+// What one block of one token is divided by.
+struct Scale {
+  float stored;  // as the layout wants it
+  float divisor; // codes are values / divisor
+  int e;         // the sm_90 operand is code * 2^(4 - e), and its sum too (SHARE == 4)
+};
+
+// INT4 blocks with SHARE == 4 (contract in quantize_act.py). `ratio` is the scale that the block would choose alone,
+// over its unit; 0 for blocks that do not take part.
+__device__ __forceinline__ Scale shared_scale(float ratio, float unit, float inverse_count) {
+  float sum = __fadd_rn(ratio, __shfl_xor_sync(kWarp, ratio, kLanesPerBlock)); // blocks 0 + 1 and 2 + 3
+  sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, 2 * kLanesPerBlock));
+  float quad = __fmul_rn(sum, inverse_count);
+  if (!(quad > 0.f)) quad = 1.f;
+  float excess = 1.f; // the quad's scale over the block's, at least 1/4; 1 for a block of zeros
+  if (ratio >= 0x1p-60f && quad <= 0x1p60f)
+    excess = __fmul_rn(divide(quad, ratio, reciprocal_of(ratio)), kQuadRounding);
+  else if (ratio > 0.f)
+    excess = __fmul_rn(__fdiv_rn(quad, ratio), kQuadRounding);
+  Scale scale;
+  scale.e = min(max((__float_as_int(excess) >> 23) - 127, -2), 13);
+  const float block_scale = __fmul_rn(quad, __int_as_float((127 - scale.e) << 23));
+  scale.stored = OUT == 1 ? __fmul_rn(quad, 0x1p-4f) : block_scale;
+  scale.divisor = __fmul_rn(block_scale, unit);
+  return scale;
+}
+
+// One block of all tokens of the cta. All blocks of the warp are taken as INT4 or as INT8; those of the other kind (in
+// the warp on the border) are computed for nothing and not stored.
+template <bool kInt4>
+__device__ __forceinline__ void quantize_block(const Params& p, const char* shared, int token0, int block_index, const NextBlock& block,
+                                               const Destination& to, const Lane& at) {
+  const bool exists = block_index < p.NB;
+  Word words[kSlots];
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    const int4 four = block.index[i / 4];
+    const int channel = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+#if STAGE
+    words[i] = *reinterpret_cast<const Word*>(shared + channel * kWordBytes);
+#else
+    words[i] = 0;
+    if (channel < p.K && token0 < p.M) words[i] = static_cast<const Word*>(p.x)[size_t(token0) * p.K + channel];
+#endif
+  }
+  const bool mine = block.is_int4 == kInt4 && exists;
+  // scale = absmax * per_absmax; for clip in (0, 1] the quotient is exact without the general division
+  float per_absmax = kInt4 ? divide(block.clip, 7.f, 1.f / 7.f) : divide(block.clip, 127.f, 1.f / 127.f);
+  float inverse_count = 1.f;
+  if (kInt4 && SHARE == 4) {
+    per_absmax = __fdiv_rn(block.clip, __fmul_rn(7.f, unit_of(p, block_index)));
+    const int count = __popc(__ballot_sync(kWarp, mine)) / kLanesPerBlock;
+    inverse_count = count == 4 ? 0.25f : count == 3 ? 1.f / 3.f : count == 2 ? 0.5f : 1.f;
+  }
+  asm volatile("" : "+f"(per_absmax)); // here, once, and not again for every token
+  const bool quick = kInt4 && __all_sync(kWarp, block.clip >= kQuickClip || !mine);
+  constexpr bool kRotated = HADAMARD && kInt4;
+  float factor[4] = {1.f, 1.f, 1.f, 1.f}; // what the rotation leaves to multiply
+  if (kRotated) hadamard_factors(factor, at.lane);
+
+#pragma unroll
+  for (int t0 = 0; t0 < TOKENS; t0 += kJoint) {
+    float v[kJoint][kSlots];
+#pragma unroll
+    for (int t = 0; t < kJoint; ++t) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) v[t][i] = token_of(words[i], t0 / kJoint, t);
+    }
+    if (kRotated) {
+#pragma unroll
+      for (int t = 0; t < kJoint; ++t) hadamard_in_registers(v[t], at.lane);
+    }
+    float largest = block_largest(v, at);
+    if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
+    const float ratio = __fmul_rn(largest, per_absmax);
+    Scale scale;
+    if (kInt4 && SHARE == 4)
+      scale = shared_scale(mine ? ratio : 0.f, unit_of(p, block_index), inverse_count);
+    else
+      scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
+    const bool usual = scale.divisor >= kQuickTiny && scale.divisor <= kQuickHuge;
+    const float steps = usual ? reciprocal_of(scale.divisor) * kStep : kUnusual;
+
+    uint32_t sums[kJoint];
+#pragma unroll
+    for (int t = 0; t < kJoint; ++t) {
+      const float divisor = Lane::of_token(scale.divisor, t);
+      uint32_t pairs[kSlots / 2];
+      if (kInt4) {
+        const float by = Lane::of_token(steps, t);
+        bool certain = quick;
+        if (quick)
+          certain = quick_codes(v[t], {by * factor[0], by * factor[1], by * factor[2], by * factor[3]}, pairs) && by < kUnusual;
+        if (!certain) exact_int4_codes_apart(v[t], factor, divisor, pairs);
+      } else {
+        exact_codes<8>(v[t], divisor, pairs);
+      }
+      sums[t] = halves_sum(pairs);
+      uint32_t e4m3 = e4m3_factor(4);
+      if (kInt4 && OUT == 1 && SHARE == 4) e4m3 = __float_as_uint(Lane::of_token(__uint_as_float(e4m3_factor(scale.e)), t));
+      if (mine && (OUT == 1 || token0 + t0 + t < p.M))
+        store_codes<kInt4>(p, to, t0 + t, pairs, e4m3);
+    }
+    float meta = scale.stored;
+#if OUT != 0
+    uint32_t total = kJoint == 1 ? (sums[0] & 0xFFFFu) + (sums[0] >> 16)
+                                 : __byte_perm(sums[0], sums[kJoint - 1], 0x5410) + __byte_perm(sums[0], sums[kJoint - 1], 0x7632);
+    total = block_sum(total);
+    if (kJoint == 2) total = __byte_perm(total, 0, at.token() ? 0x4432 : 0x4410);
+    float sum = unbiased<kInt4>(total);
+    if (kInt4 && OUT == 1 && SHARE == 4) sum *= __int_as_float((131 - scale.e) << 23);
+    if (at.lane >= kJoint) meta = sum;
+#endif
+    if (mine && at.lane < (OUT == 0 ? kJoint : 2 * kJoint) && (OUT == 1 || token0 + t0 + at.token() < p.M))
+      to.store_meta(p, t0, meta);
   }
 }
 
@@ -230,64 +402,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_act(con
 #endif
   let_next_kernel_start();
 
+  Destination to(p, token0, first + at.group, at);
   while (first < p.NB) {
-    Word words[kSlots];
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      const int4 four = next.index[i / 4];
-      const int channel = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-#if STAGE
-      words[i] = *reinterpret_cast<const Word*>(shared + channel * kWordBytes);
-#else
-      words[i] = 0;
-      if (channel < p.K && token0 < p.M)
-        words[i] = static_cast<const Word*>(p.x)[size_t(token0) * p.K + channel];
-#endif
-    }
-    const int block = first + at.group;
-    const bool is_int4 = next.is_int4, all_int4 = __all_sync(kWarp, is_int4);
-    const uint32_t bound = is_int4 ? 0x47004700u : 0x57F057F0u; // 7 or 127, twice, as f16
-    // scale = absmax * factor; for clip in (0, 1] the quotient is exact without the general division
-    float factor = is_int4 ? divide(next.clip, 7.f, 1.f / 7.f) : divide(next.clip, 127.f, 1.f / 127.f);
-    asm volatile("" : "+f"(factor)); // here, once, and not again for every token
-    const Destination to(p, token0, block, at.lane);
-#pragma unroll
-    for (int t0 = 0; t0 < TOKENS; t0 += kHalves)
-#pragma unroll 1 // one token's values in registers at a time
-      for (int t = t0; t < t0 + kHalves; ++t) {
-        float v[kSlots];
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) v[i] = token_of(words[i], t0 / kHalves, t - t0);
-#if HADAMARD
-        if (all_int4) {
-          hadamard_in_registers(v, at.lane, kWarp);
-        } else if (is_int4) { // the warp on the border between 8- and 4-bit blocks
-          hadamard_in_registers(v, at.lane, 0xFFu << (kLanesPerBlock * at.group));
-        }
-#endif
-        float largest = 0.f;
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) largest = fmaxf(largest, fabsf(v[i]));
-        float scale = __fmul_rn(block_max(largest), factor);
-        if (!(scale > 0.f)) scale = 1.f;
-        float divisor = scale;
-        if (!(divisor >= kTiny && divisor <= kHuge)) { // both sides by a power of two: the quotient stays
-          const float power = divisor < kTiny ? kHuge : kTiny;
-          divisor *= power;
-#pragma unroll
-          for (int i = 0; i < kSlots; ++i) v[i] *= power;
-        }
-        const float reciprocal = reciprocal_of(divisor);
-        uint32_t pairs[kSlots / 2]; // codes as f16, which holds them and their sums exactly
-#pragma unroll
-        for (int i = 0; i < kSlots; i += 2)
-          pairs[i / 2] = clamp_pair(round_pair(divide(v[i], divisor, reciprocal), divide(v[i + 1], divisor, reciprocal)),
-                                    bound);
-        const float sum = OUT == 0 ? 0.f : block_sum(sum_of(pairs));
-        if (block < p.NB && (OUT == 1 || token0 + t < p.M))
-          store(p, to, token0, t, at.lane, is_int4, all_int4, pairs, scale, sum);
+    const bool any_int8 = __any_sync(kWarp, !next.is_int4);
+    bool as_int4 = __any_sync(kWarp, next.is_int4);
+    while (true) { // once, but twice in a warp that has both
+      if (!as_int4) {
+        quantize_block<false>(p, shared, token0, first + at.group, next, to, at);
+        break;
       }
+      quantize_block<true>(p, shared, token0, first + at.group, next, to, at);
+      if (!any_int8) break;
+      next.prepare(p, first, at); // loaded again rather than kept in registers
+      as_int4 = false;
+    }
     first += step;
+    to.advance(p, step);
     if (first < p.NB) next.prepare(p, first, at);
   }
 }

@@ -102,25 +102,40 @@ def quantize_act_ref(
         scale: float32 [M, NB]; absmax * (clip / qmax), and 1 where the block is all zero; with share 4 see
             `shared_exponents`.
     """
+    return quantize_quads(x, perm, block_bits, clip, hadamard, share, unit)[:2]
+
+
+def quantize_quads(
+    x: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    share: int = 1,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`quantize_act_ref` with a third result: the quads' scales S, float32 [M, ceil(NB / 4)], or None with share 1."""
     blocks = to_blocks(x, perm).float()
     if hadamard:
         is_int4 = (block_bits == 4)[None, :, None]
         blocks = torch.where(is_int4, hadamard_blocks(blocks), blocks)
     qmax = torch.where(block_bits == 4, float(symmetric_qmax(4)), float(symmetric_qmax(8)))  # f32 [NB]
-    scale = blocks.abs().amax(-1) * (clip / qmax)
+    absmax = blocks.abs().amax(-1)
+    scale = absmax * (clip / qmax)
     step = scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    quad = None
     if share == QUAD:
         is_int4 = block_bits == 4
         factor = torch.ones_like(clip) if unit is None else unit
-        ratio = blocks.abs().amax(-1) * (clip / (qmax * factor))
-        shared, exponent = shared_exponents(ratio, is_int4)
+        shared, exponent = shared_exponents(absmax * (clip / (qmax * factor)), is_int4)
         scale = torch.where(is_int4, torch.ldexp(shared, -exponent), scale)
         step = torch.where(is_int4, scale * factor, scale)
+        quad = shared[:, ::QUAD].contiguous()
     elif share != 1:
         raise CometError(f"quantize_act: share={share}", f"blocks share their scale alone (1) or in quads ({QUAD})")
     codes = torch.round(blocks / step[..., None])
     bound = qmax[None, :, None]
-    return torch.minimum(torch.maximum(codes, -bound), bound).to(torch.int8), scale
+    return torch.minimum(torch.maximum(codes, -bound), bound).to(torch.int8), scale, quad
 
 
 def _fake(

@@ -11,8 +11,9 @@ from comet_cuda.errors import CometError
 from comet_cuda.library import LIBRARY, define_op
 from comet_cuda.quantize_act_cuda import (
     QUANTIZE_ARGUMENTS,
-    contiguous,
+    as_rows,
     empty_tiled,
+    is_plain_cuda,
     launch,
     quantize_act_tiled_ref,
     tiled_fake,
@@ -29,6 +30,8 @@ def rms_norm_quantize_ref(
     clip: Tensor,
     hadamard: bool,
     layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm (after an optional residual add), then `quantize_act_tiled`.
 
@@ -41,7 +44,7 @@ def rms_norm_quantize_ref(
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-    codes, meta = quantize_act_tiled_ref(normed.to(x.dtype), perm, block_bits, clip, hadamard, layout)
+    codes, meta = quantize_act_tiled_ref(normed.to(x.dtype), perm, block_bits, clip, hadamard, layout, share, unit)
     return codes, meta, x.new_empty(0) if residual is None else summed
 
 
@@ -55,42 +58,63 @@ def rms_norm_quantize_gpu(
     clip: Tensor,
     hadamard: bool,
     layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_ref` on CUDA tensors."""
-    x = contiguous(x)
-    if weight.dtype != x.dtype or weight.shape != (x.shape[1],) or weight.device != x.device:
+    x = as_rows(x, "rms_norm_quantize")
+    device = x.get_device()
+    if weight.dtype is not x.dtype or weight.shape != x.shape[1:] or weight.get_device() != device:
         raise CometError(
             f"rms_norm_quantize: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}",
             f"it must be {x.dtype} ({x.shape[1]},) on {x.device}",
         )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
-        raise CometError(
-            f"rms_norm_quantize: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}",
-            f"it must be like x: {x.dtype} {tuple(x.shape)} on {x.device}",
-        )
-    residual = None if residual is None else contiguous(residual)
-    summed = x.new_empty(0) if residual is None else torch.empty_like(x)
-    codes, meta = empty_tiled(x, block_bits.shape[0], layout)
-    weight = contiguous(weight)
-    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, "rms_norm", residual, summed, weight, eps)
-    return codes, meta, summed
+    summed = None
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype is not x.dtype or residual.get_device() != device:
+            raise CometError(
+                f"rms_norm_quantize: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}",
+                f"it must be like x: {x.dtype} {tuple(x.shape)} on {x.device}",
+            )
+        residual = as_rows(residual, "rms_norm_quantize")
+        summed = torch.empty_like(x)
+    codes, meta = empty_tiled(x, block_bits.numel(), layout)
+    weight = weight.contiguous()
+    norm = ("rms_norm", residual, summed, weight, eps)
+    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, *norm)
+    return codes, meta, x.new_empty(0) if summed is None else summed
 
 
 def silu_mul_quantize_ref(
-    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, layout: str = "sm_90"
+    gate_up: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SiLU(gate) * up of x = [gate | up], float [M, 2K], then `quantize_act_tiled` of the [M, K] product."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return quantize_act_tiled_ref(torch.nn.functional.silu(gate) * up, perm, block_bits, clip, hadamard, layout)
+    product = torch.nn.functional.silu(gate) * up
+    return quantize_act_tiled_ref(product, perm, block_bits, clip, hadamard, layout, share, unit)
 
 
 def silu_mul_quantize_gpu(
-    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, layout: str = "sm_90"
+    gate_up: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`silu_mul_quantize_ref` on CUDA tensors."""
-    gate_up = contiguous(gate_up)
-    codes, meta = empty_tiled(gate_up, block_bits.shape[0], layout)
-    launch(gate_up, perm, block_bits, clip, hadamard, codes, meta, layout, "silu_mul")
+    gate_up = as_rows(gate_up, "silu_mul_quantize")
+    codes, meta = empty_tiled(gate_up, block_bits.numel(), layout)
+    launch(gate_up, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, "silu_mul")
     return codes, meta
 
 
@@ -104,8 +128,10 @@ def _rms_norm_fake(
     clip: Tensor,
     hadamard: bool,
     layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, meta = empty_tiled(x, block_bits.shape[0], layout)
+    codes, meta = tiled_fake(x, perm, block_bits, clip, hadamard, layout)
     return codes, meta, x.new_empty(0) if residual is None else torch.empty_like(x)
 
 
@@ -120,3 +146,42 @@ define_op(
 )
 LIBRARY.impl("silu_mul_quantize", silu_mul_quantize_gpu, "CUDA")
 LIBRARY.impl("rms_norm_quantize", rms_norm_quantize_gpu, "CUDA")
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op behind `rms_norm_quantize_ref`, same arguments and results, on whatever device x is on."""
+    arguments = (x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share, unit)
+    if is_plain_cuda(x):
+        return rms_norm_quantize_gpu(*arguments)
+    codes, meta, summed = torch.ops.comet.rms_norm_quantize(*arguments)
+    return codes, meta, summed
+
+
+def silu_mul_quantize(
+    gate_up: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    layout: str = "sm_90",
+    share: int = 1,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The op behind `silu_mul_quantize_ref`, same arguments and results, on whatever device gate_up is on."""
+    arguments = (gate_up, perm, block_bits, clip, hadamard, layout, share, unit)
+    if is_plain_cuda(gate_up):
+        return silu_mul_quantize_gpu(*arguments)
+    codes, meta = torch.ops.comet.silu_mul_quantize(*arguments)
+    return codes, meta

@@ -46,9 +46,9 @@ SEED = 0
 class Case:
     """One shape and variant: inputs, the kernel, its reference and the bytes that it must move."""
 
-    def __init__(self, m: int, k: int, variant: str, copies: int = 1) -> None:
+    def __init__(self, m: int, k: int, variant: str, copies: int = 1, share: int = 1) -> None:
         blocks = num_blocks(k)
-        self.m, self.k, self.variant = m, k, variant
+        self.m, self.k, self.variant, self.share = m, k, variant, share
         self.bits = torch.full((blocks,), 4, dtype=torch.uint8)
         self.bits[: round((1 - INT4_SHARE) * blocks)] = 8
         self.bits = self.bits.cuda()
@@ -59,11 +59,12 @@ class Case:
         self.inputs = [torch.randn(m, width, device="cuda").bfloat16() for _ in range(copies)]
         self.residual = torch.randn(m, k, device="cuda").bfloat16() if variant == "rms_norm" else None
         self.weight = torch.rand(k, device="cuda").bfloat16()
+        self.unit = 0.8 + 0.4 * torch.rand(blocks, device="cuda") if share == 4 else None
         elements = {"rms_norm": 3, "silu_mul": 2}.get(variant, 1)  # 16-bit ones read or written for each code
         self.bytes = m * k * (2 * elements + 1) + m * blocks * 8 + (0 if self.perm is None else 4 * k)
 
     def call(self, kernel: bool, x: Tensor) -> tuple[Tensor, ...]:
-        common = (self.perm, self.bits, self.clip, self.hadamard)
+        common = (self.perm, self.bits, self.clip, self.hadamard, "sm_90", self.share, self.unit)
         if self.variant == "rms_norm":
             norm = rms_norm_quantize_gpu if kernel else rms_norm_quantize_ref
             return norm(x, self.residual, self.weight, 1e-5, *common)

@@ -71,6 +71,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(driver, "driver_library", lambda: fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     return fake
 
 
@@ -102,6 +103,30 @@ def test_a_thread_without_a_context_gets_one(library: Driver) -> None:
     library.next_status = [201]
     kernel.launch(1, 32, (0,))
     assert library.contexts == contexts + 1 and len(library.launches) == 1
+
+
+def test_a_bound_launch_packs_its_struct(library: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = struct.Struct("<Qif")
+    with pytest.raises(TypeError, match="takes 8 bytes of parameters, not 16"):
+        driver.LoadedKernel(b"cubin", "kernel", 0).bind(1, 32, fields, 0, False)
+    monkeypatch.setattr(__name__ + ".PARAMETERS", ((0, fields.size),))
+    bound = driver.LoadedKernel(b"cubin", "kernel", 0).bind((5, 2), 256, fields, 100_000, True)
+    assert library.shared == [100_000] and not library.launches
+    contexts = library.contexts
+    library.next_status = [201]
+    for number in (3, -4):
+        bound(1 << 40, number, 0.5)
+    assert [shape for shape, _ in library.launches] == [(5, 2, 1, 256, 1, 1, 100_000, 1)] * 2
+    assert [fields.unpack(packed) for _, packed in library.launches] == [(1 << 40, 3, 0.5), (1 << 40, -4, 0.5)]
+    assert library.contexts == contexts + 1
+    library.next_status = [9]
+    with pytest.raises(driver.CometError, match="launch kernel"):
+        bound(0, 0, 0.0)
+
+
+def test_strides_are_those_of_contiguous_tensors() -> None:
+    for shape in ((), (3,), (2, 3, 4), (5, 0, 7), (0,), (1, 1)):
+        assert driver._strides(shape) == torch.empty(shape).stride()
 
 
 def test_failures_are_explained(library: Driver) -> None:

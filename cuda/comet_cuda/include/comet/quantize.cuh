@@ -1,4 +1,4 @@
-// Device pieces of quantize_act: element types, the exact division, the register Hadamard, packing of codes.
+// Device pieces of quantize_act: element types, loads, the register Hadamard (codes.cuh turns values into codes).
 //
 // Eight lanes share one block of 128 channels and hold 16 values each, in "slots" 0..15. Where a value's channel lies:
 //   natural order:  slot (j3 j2 j1 j0) of lane l (0..7) is channel 4 * (l + 8 * j3 + 16 * j2) + 2 * j1 + j0;
@@ -6,8 +6,8 @@
 // The Hadamard takes the start order and leaves the natural one. Its stages with stride 1..8 stay inside a lane; those
 // with stride 16, 32, 64 exchange half of the registers with a neighbour, and each exchange moves a finished channel
 // bit out to the lanes. Because the gather may start in any order, the halves that are sent are always the same slots,
-// so no selects are needed; signs that the exchange leaves behind are folded into the final multiply. The float32
-// additions and their order are those of `hadamard_blocks`, so results are equal bit for bit.
+// so no selects are needed; signs that the exchange leaves behind are folded into the final multiply, which is left to
+// the division (codes.cuh). The float32 additions and their order are those of `hadamard_blocks`.
 #pragma once
 
 typedef unsigned char uint8_t;
@@ -23,8 +23,6 @@ constexpr int kLanesPerBlock = 8;    // lanes that share a block
 constexpr int kBlocksPerWarp = 32 / kLanesPerBlock;
 constexpr uint32_t kWarp = ~0u;
 constexpr int kSlots = 16;           // values a lane holds
-constexpr float kRound = 12582912.f; // 1.5 * 2^23: adding it rounds to the nearest even integer, in the low bits
-constexpr float kTiny = 0x1p-100f, kHuge = 0x1p100f; // scales between them divide without underflow
 constexpr float kHadamardNorm = 0.08838834764831845f; // 128^-0.5
 
 // ---- element types: bits in memory <-> float32
@@ -77,6 +75,10 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
+__device__ __forceinline__ void store_global(char* at, uint32_t word) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+
 // ---- programmatic dependent launch (sm_90 and later; nothing before)
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // ---- the register Hadamard
 
-__device__ __forceinline__ void hadamard_in_registers(float (&v)[kSlots], int lane, uint32_t mask) {
+__device__ __forceinline__ void hadamard_in_registers(float (&v)[kSlots], int lane) {
   const float s0 = (lane & 1) ? -1.f : 1.f, s1 = (lane & 2) ? -1.f : 1.f, s2 = (lane & 4) ? -1.f : 1.f;
 #pragma unroll
   for (int stride = 1; stride <= 2; stride *= 2) {
@@ -121,7 +123,7 @@ __device__ __forceinline__ void hadamard_in_registers(float (&v)[kSlots], int la
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
       if (i & half) continue;
-      const float mine = v[i], other = __shfl_xor_sync(mask, v[i + half], 1 << stage);
+      const float mine = v[i], other = __shfl_xor_sync(kWarp, v[i + half], 1 << stage);
       if (stage == 0) { // the third exchange wants its halves swapped in lanes with s2 = -1
         v[i] = __fmaf_rn(other, s2, mine);
         v[i + half] = __fmaf_rn(other, -s2, mine);
@@ -131,89 +133,20 @@ __device__ __forceinline__ void hadamard_in_registers(float (&v)[kSlots], int la
       }
     }
   }
+}
+
+// What is left to multiply after the rotation, by groups of four slots: the norm and signs.
+__device__ __forceinline__ void hadamard_factors(float (&factor)[4], int lane) {
+  const float s0 = (lane & 1) ? -1.f : 1.f, s1 = (lane & 2) ? -1.f : 1.f, s2 = (lane & 4) ? -1.f : 1.f;
   const float base = (lane & 4) ? s0 * kHadamardNorm : kHadamardNorm;
 #pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    float factor = base;
-    if (i & 8) factor *= s1;
-    if (i & 4) factor *= s2;
-    v[i] = __fmul_rn(v[i], factor);
-  }
+  for (int q = 0; q < 4; ++q) factor[q] = base * ((q & 2) ? s1 : 1.f) * ((q & 1) ? s2 : 1.f);
 }
 
-// ---- reductions over the eight lanes of a block
-
-__device__ __forceinline__ float block_max(float x) {
+// The largest over the eight lanes of a block, of which groups of `agreed` neighbours hold the same already.
+__device__ __forceinline__ float block_max(float x, int agreed) {
 #pragma unroll
-  for (int d = 1; d < kLanesPerBlock; d *= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, d));
+  for (int d = agreed; d < kLanesPerBlock; d *= 2) x = fmaxf(x, __shfl_xor_sync(kWarp, x, d));
   return x;
 }
-__device__ __forceinline__ float block_sum(float x) {
-#pragma unroll
-  for (int d = 1; d < kLanesPerBlock; d *= 2) x += __shfl_xor_sync(kWarp, x, d);
-  return x;
-}
-
-// ---- codes
-
-// 1 / x, correctly rounded, for kTiny <= x <= kHuge: the hardware's approximation and one Newton step.
-__device__ __forceinline__ float reciprocal_of(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.f), r);
-}
-
-// x / scale, correctly rounded: an approximate quotient and one exact remainder (Markstein), for kTiny <= scale <= kHuge.
-// Where the remainder underflows, the quotient is far below 1/2 and its code is 0 either way.
-__device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
-  const float q = __fmul_rn(x, reciprocal);
-  return __fmaf_rn(__fmaf_rn(-q, scale, x), reciprocal, q);
-}
-
-// Two quotients -> the nearest integers (half to even), as a pair of f16: exact up to 2048, and beyond the clamp anyway.
-__device__ __forceinline__ uint32_t round_pair(float a, float b) {
-  a = __fsub_rn(__fadd_rn(a, kRound), kRound);
-  b = __fsub_rn(__fadd_rn(b, kRound), kRound);
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
-  return pair;
-}
-// Both halves into [-bound, bound]; `bound` is a pair of equal positive f16.
-__device__ __forceinline__ uint32_t clamp_pair(uint32_t pair, uint32_t bound) {
-  asm("min.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(bound));
-  asm("max.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(bound ^ 0x80008000u));
-  return pair;
-}
-__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
-  uint32_t sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-  return sum;
-}
-// The sum of a lane's 16 codes: at most 8 * 127 in each half, which f16 holds exactly.
-__device__ __forceinline__ float sum_of(const uint32_t (&pairs)[kSlots / 2]) {
-  const uint32_t a = add_pairs(add_pairs(pairs[0], pairs[1]), add_pairs(pairs[2], pairs[3]));
-  const uint32_t b = add_pairs(add_pairs(pairs[4], pairs[5]), add_pairs(pairs[6], pairs[7]));
-  const uint32_t both = add_pairs(a, b);
-  return __fadd_rn(Float16::to_float(both & 0xFFFFu), Float16::to_float(both >> 16));
-}
-// Two pairs of codes -> four two's complement bytes: 1536 + code has the code in its low byte.
-__device__ __forceinline__ uint32_t bytes_of(uint32_t low, uint32_t high) {
-  return __byte_perm(add_pairs(low, 0x66006600u), add_pairs(high, 0x66006600u), 0x6420);
-}
-#if __CUDA_ARCH__ >= 890
-// Two pairs of codes in [-7, 7] -> their four e4m3 bytes.
-__device__ __forceinline__ uint32_t e4m3_of(uint32_t low, uint32_t high) {
-  uint16_t a, b;
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(a) : "r"(low));
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(b) : "r"(high));
-  return uint32_t(a) | (uint32_t(b) << 16);
-}
-#endif
-
-// Four signed bytes in [-7, 7] -> four nibbles, channel order from the low nibble up.
-__device__ __forceinline__ uint16_t pack_nibbles(uint32_t bytes) {
-  const uint32_t low = bytes & 0x0F0F0F0Fu;
-  return uint16_t(__byte_perm(low | (low >> 4), 0, 0x4420));
-}
-
 } // namespace comet

@@ -43,15 +43,15 @@ __device__ __forceinline__ void make_four(const float (&x)[4], uint4& four) {
 }
 __device__ __forceinline__ float rounded(float x) { return E::to_float(E::from_float(x)); }
 
-// Four channels of a row from `c` on; zeros beyond K.
-__device__ __forceinline__ Four load_four(const void* row, int c, int K) {
-  const char* at = static_cast<const char*>(row) + size_t(c) * E::kBytes;
-  if constexpr (VECTOR) return load_once(reinterpret_cast<const Four*>(at)); // c < K holds for all four
+// Four channels that lie `offset` bytes after `row`, of which `left` exist; zeros beyond.
+__device__ __forceinline__ Four load_four(const char* row, size_t offset, int left) {
+  const char* at = row + offset;
+  if constexpr (VECTOR) return load_once(reinterpret_cast<const Four*>(at)); // all four exist, if the first does
   float x[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     x[i] = 0.f;
-    if (c + i < K)
+    if (i < left)
       x[i] = E::kBytes == 4 ? reinterpret_cast<const float*>(at)[i]
                             : E::to_float(reinterpret_cast<const uint16_t*>(at)[i]);
   }
