@@ -5,29 +5,80 @@ from typing import Annotated
 
 import typer
 
-from comet_cli import options
+from comet_cli import console, options, runs
 from comet_cuda.errors import CometError
 
 NEEDS = "comet bench needs an NVIDIA GPU of compute capability 8.0 or newer with a CUDA build of torch; none is here"
 
+DEFAULT_MODEL = "llama-7b"
 app = typer.Typer(help="Measure speed on an NVIDIA GPU.")
 
 
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.", metavar="N,N,...")] = "256",
+    batch: Annotated[
+        str, typer.Option(help="Sequences at once, separated by commas; max is as many as fit.", metavar="N,N,max,...")
+    ] = "256",
+    model: Annotated[
+        str | None,
+        typer.Option(help="A packed folder, or any model (random weights); the last packed one if not given."),
+    ] = None,
+    scheme: Annotated[str, typer.Option(help="Schemes to compare, or all.", metavar="NAME,...")] = "16-bit,W4A4KV4",
+    load: Annotated[
+        str, typer.Option(help="Prompt and output tokens of a request.", metavar="P/O,...")
+    ] = "1024/512,128/128",
+    layers: options.Layers = None,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="From shapes alone, no GPU needed: rooflines, memory by context.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="With --roofline: whose rates.")] = "H200",
+    record: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.", metavar="FILE")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.", metavar="DIR")] = None,
     json: options.Json = False,
 ) -> None:
-    """Measure speed on an NVIDIA GPU.
+    """Measure kernels and serving on an NVIDIA GPU.
 
     Example: comet bench --batch 256
     """
     if context.invoked_subcommand is not None:
         return
-    batch_sizes(batch)
+    check_record_file(record)
+    if roofline:
+        from comet_cli.bench_roofline import show
+
+        show(model or DEFAULT_MODEL, gpu, plots, json=json)
+        return
+    sizes = serving_sizes(batch)
+    loads = [parse_load(text) for text in load.split(",")]
     require_gpu()
-    raise CometError("this version has no end-to-end benchmark", f"Run one of: {', '.join(sub_commands(context))}.")
+    from comet_cli.bench_serving import measure
+
+    measure(model or default_model(), sizes, scheme, loads, layers, record, plots, json=json)
+
+
+def default_model() -> str:
+    """The last packed folder, else random weights of DEFAULT_MODEL."""
+    try:
+        model = str(runs.last_packed())
+        console.talk(f"model: {model}, the last one packed from this folder")
+    except CometError:
+        model = DEFAULT_MODEL
+        console.talk(f"model: {model} with random weights, since none has been packed from this folder")
+    return model
+
+
+def serving_sizes(text: str) -> list[int | str]:
+    """ "1,64,max" -> [1, 64, "max"]."""
+    return [size for part in text.split(",") for size in (["max"] if part.strip() == "max" else batch_sizes(part))]
+
+
+def parse_load(text: str) -> tuple[int, int]:
+    """ "1024/512" -> (1024, 512)."""
+    prompt, _, output = text.partition("/")
+    if not (prompt.strip().isdecimal() and output.strip().isdecimal() and int(prompt) > 0 and int(output) > 1):
+        raise CometError(f"--load {text} is no pair of prompt and output tokens", "For example --load 1024/512.")
+    return int(prompt), int(output)
 
 
 def batch_sizes(text: str) -> list[int]:
@@ -50,9 +101,3 @@ def require_gpu() -> None:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         raise CometError(NEEDS)
-
-
-def sub_commands(context: typer.Context) -> list[str]:
-    """The benchmarks that are there."""
-    names = getattr(context.command, "commands", {})
-    return [f"comet bench {name}" for name in names]

@@ -284,11 +284,26 @@ def test_a_dry_run_says_what_packing_takes_and_writes_nothing(tmp_path: Path, mo
         vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
     ).save_pretrained(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
-    code, out, _ = comet(
-        "pack", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run", "--json"
-    )
+    code, out, _ = comet("pack", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run", "--json")
     found = json.loads(out)
     assert code == 0 and found["kind"] == "dry-run" and found["estimate"]["seconds"] > 0
     assert not (tmp_path / "runs").exists()
     assert comet("calibrate", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run")[0] == 0
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_roofline_needs_no_gpu(tmp_path: Path) -> None:
+    code, out, _ = comet("bench", "--roofline", "--model", "llama-2-7b", "--json", "--plots", str(tmp_path))
+    found = json.loads(out)
+    last = [row for row in found["memory"] if row["context"] == 131072 and row["scheme"] == "16-bit"]
+    assert code == 0 and last[0]["kv_share"] == pytest.approx(0.84, abs=0.005)
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = comet("bench", "--roofline")
+    assert code == 0 and "memory" in out and "131,072" in out
+    assert comet("bench", "--roofline", "--gpu", "abacus")[0] == 2
+
+
+@pytest.mark.parametrize("given", [("--load", "3"), ("--load", "0/5"), ("--load", "5/1"), ("--batch", "maximum")])
+def test_bench_refuses_what_is_no_load(given: tuple[str, str]) -> None:
+    code, _, err = comet("bench", *given)
+    assert code == 2 and "hint:" in err
