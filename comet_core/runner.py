@@ -18,6 +18,7 @@ from torch import Tensor
 from comet_core.paged_cache import Cache, Chunk, Step, make_cache
 from comet_core.runner_model import RunnerModel, tensor_bytes
 from comet_core.serving_scheme import CHUNK, PAGE, SINKS
+from comet_cuda.argmax import argmax_rows
 from comet_cuda.errors import CometError
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # sequences in a captured step
@@ -45,7 +46,7 @@ def split_chunks(lengths: Sequence[int], chunk: int) -> list[list[tuple[int, int
 def sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """Logits [B, V] -> int64 [B]: the largest at temperature 0, else drawn from softmax(logits / temperature)."""
     if temperature == 0:
-        return logits.argmax(-1)
+        return argmax_rows(logits)
     noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(generator=generator)
     return (logits.float() / temperature - noise.log()).argmax(-1)  # the Gumbel trick
 

@@ -11,7 +11,7 @@ from comet_core.serving_scheme import SCHEMES
 
 IDENTITY = ("model", "layers", "scheme", "engine", "batch", "batch_is_largest", "prompt_tokens", "output_tokens")
 BASELINE = "16-bit"
-ORDER = ("GEMM", "attention", "lm_head", "norm and quantize", "rotate and append", "other")
+ORDER = ("GEMM", "attention", "lm_head", "norm and quantize", "rotate and append", "sample", "other")
 MEMORY_SCHEMES = (BASELINE, "W4A16KV16", "W4A4KV4")  # in the picture of memory
 
 

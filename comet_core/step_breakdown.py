@@ -12,11 +12,12 @@ from typing import Any
 from comet_cuda.errors import CometError
 
 GEMM, ATTENTION, APPEND, QUANTIZE, OTHER = "GEMM", "attention", "rotate and append", "norm and quantize", "other"
-LM_HEAD = "lm_head"
+LM_HEAD, SAMPLE = "lm_head", "sample"
 KINDS = (  # the first whose word is in the kernel's name
     (APPEND, ("rope_append", "kv4_append", "quantize_page", "rope_qk")),
     (ATTENTION, ("kv4", "flash", "fmha", "attention", "combine")),
     (QUANTIZE, ("quantize_act", "row_op")),
+    (SAMPLE, ("argmax",)),
     (GEMM, ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitkreduce", "reduce_parts", "device_kernel", "cublas")),
 )
 LONG_GAP = 5.0  # microseconds
