@@ -48,7 +48,8 @@ FAMILIES = (
     ),
 )
 QUANTIZE_REASON = "one pass: gather, rotate, quantize, sum, and the layout that this GPU's GEMM reads"
-REFERENCE_REASON = "no kernel for this op yet: the PyTorch reference runs on the GPU"
+APPEND_REASON = "one pass: rotate, quantize values by token and whole pages of keys by channel, tile"
+ATTENTION_REASON = "f16 mma.sync m16n8k16 reads the 4-bit codes as f16 numbers, without a conversion"
 
 
 def family_of(capability: tuple[int, int]) -> Family:
@@ -102,6 +103,7 @@ def paths(capability: tuple[int, int]) -> list[tuple[str, str, str]]:
     return [
         ("quantize_act", arch, QUANTIZE_REASON),
         ("w4ax_gemm", family.name, family.gemm_reason),
-        ("kv4_append", "reference", REFERENCE_REASON),
-        ("kv4_decode", "reference", REFERENCE_REASON),
+        ("kv4_append", arch, APPEND_REASON),
+        ("kv4_decode", arch, ATTENTION_REASON),
+        ("kv4_prefill", arch, ATTENTION_REASON),
     ]

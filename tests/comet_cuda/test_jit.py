@@ -139,7 +139,7 @@ def test_paths(capability: tuple[int, int], arch: str, gemm: str) -> None:
     assert arch_of(capability) == arch
     found = {op: path for op, path, reason in paths(capability) if reason}
     assert found["w4ax_gemm"] == gemm and found["quantize_act"] == arch
-    assert set(found) == {"quantize_act", "w4ax_gemm", "kv4_append", "kv4_decode"}
+    assert set(found) == {"quantize_act", "w4ax_gemm", "kv4_append", "kv4_decode", "kv4_prefill"}
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
