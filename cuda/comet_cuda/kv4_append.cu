@@ -26,6 +26,8 @@ struct Params {
   int unused;
 };
 
+extern __shared__ __align__(16) char memory[];
+
 // One head of D channels in a warp: lane l holds pairs l, l + 32, ... A pair is two channels that are rotated together,
 // or two that are not rotated.
 constexpr int kPairs = (kDim / 2 + 31) / 32;
@@ -85,7 +87,7 @@ __device__ __forceinline__ void rotate_head(Head& h, const float* cos, const flo
 #if ENTRY == 0
 
 extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_constant__ Params p) {
-  __shared__ PageShared shared;
+  PageShared& shared = *reinterpret_cast<PageShared*>(memory);
   const Cache& c = p.cache;
   const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();
@@ -146,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
 #elif ENTRY == 1
 
 extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_constant__ Params p) {
-  __shared__ PageShared shared;
+  PageShared& shared = *reinterpret_cast<PageShared*>(memory);
   const Cache& c = p.cache;
   const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();

@@ -62,6 +62,11 @@ def heads_pitch(op: str, x: Tensor, dim: int) -> int:
     return x.stride(0)
 
 
+def append_shared_bytes(dim: int, entry: str) -> int:
+    """Dynamic shared memory of a cta: `PageShared` of kv4_page.cuh."""
+    return 0 if entry == "rope_qk" else 72 * dim
+
+
 def append_defines(element: torch.dtype, dim: int, page: int, entry: str) -> dict[str, int | str]:
     """The preprocessor definitions of one entry of kv4_append.cu."""
     return {"ELEMENT": ELEMENTS[element], "DIM": dim, "PAGE": page, "ENTRY": ENTRIES.index(entry)}
@@ -101,7 +106,7 @@ def launch_append(
         packed, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, slot.data_ptr(), position.data_ptr(), *pitches,
         tokens, 0, 0, stage, 0.0,
     )  # fmt: skip
-    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), 0, overlap)
+    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
 
 
 def _check_rope(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, dim: int, heads: int) -> None:
@@ -153,7 +158,7 @@ def rope_append_gpu(
         _weight_pointer("rope_append", k_weight, qkv, dim),  # type: ignore[arg-type]
         slot.data_ptr(), position.data_ptr(), 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
     )  # fmt: skip
-    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), 0, overlap)
+    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
     return q
 
 
@@ -191,7 +196,7 @@ def rope_qk_gpu(
 def configurations(family: str) -> list[Configuration]:
     """Every way that kv4_append.cu is compiled, whatever the GPU."""
     return [
-        Configuration(SOURCE, append_defines(element, dim, page, entry), OPTIONS)
+        Configuration(SOURCE, append_defines(element, dim, page, entry), OPTIONS, append_shared_bytes(dim, entry))
         for element in ELEMENTS
         for dim in HEAD_DIMS
         for page in (64, 128)

@@ -108,19 +108,17 @@ using E = ELEMENT;
 
 // Byte offset, inside a page of one head, of the word that holds channels 8 v .. 8 v + 7 of the key at `slot`.
 __device__ __forceinline__ int key_word(int slot, int v) {
-  const int t = v / kPieces, j = v % kPieces;
+  const int t = v % 4, j = v / 4;
   const int lane = 4 * (slot % kTile / 4) + t, word = slot % 4 * kPieces + j;
   return slot / kTile * kTileBytes + word / 4 * 512 + lane * 16 + word % 4 * 4;
 }
 // Of the word that holds channel d of the eight values around `slot`, whose nibble is slot % 8.
 __device__ __forceinline__ int value_word(int slot, int d) {
   const int t = slot % kTile / 8;
-  return slot / kTile * kTileBytes + d / 32 * 512 + (8 * t + d % 32 / 4) * 16 + d % 4 * 4;
+  return slot / kTile * kTileBytes + d / 32 * 512 + (4 * (d % 32 / 4) + t) * 16 + d % 4 * 4;
 }
-// First byte, or element, of one head's part of page `page`.
-__device__ __forceinline__ size_t page_head(const Cache& c, int page, int head) {
-  return size_t(page) * c.heads + head;
-}
+// Which of all heads of all pages (or sequences) this one is.
+__device__ __forceinline__ int page_head(const Cache& c, int page, int head) { return page * c.heads + head; }
 
 // Transposes an 8 x 8 matrix of 16-bit elements held by a warp (row lane / 4, columns 2 (lane % 4) and the next).
 __device__ __forceinline__ uint32_t transposed(uint32_t x) {

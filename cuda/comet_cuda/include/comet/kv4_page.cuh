@@ -45,12 +45,12 @@ __device__ __forceinline__ Range range_of_token(const float (&x)[kLaneElements])
 // channels l, l + 32, ...; nibbles of other tokens stay.
 __device__ __forceinline__ void append_values(const Cache& c, int page, int head, int slot, int count,
                                               const uint16_t* v, size_t pitch, int lane) {
-  const size_t at = page_head(c, page, head);
+  const int at = page_head(c, page, head);
   uint32_t* words[kLaneElements];
   uint32_t word[kLaneElements];
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    words[i] = reinterpret_cast<uint32_t*>(c.v_codes + at * kPageBytes + value_word(slot, lane + 32 * i));
+    words[i] = reinterpret_cast<uint32_t*>(c.v_codes + size_t(at) * kPageBytes + value_word(slot, lane + 32 * i));
     word[i] = slot % 8 || count < 8 ? *words[i] : 0u;
   }
   for (int k = 0; k < count; ++k) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ void append_values(const Cache& c, int page, int head
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) word[i] = (word[i] & ~(15u << shift)) | (code_of(x[i], r) << shift);
     if (lane == 0) {
-      c.v_scale[at * kPage + slot + k] = uint16_t(float_to_half(r.scale));
-      c.v_min[at * kPage + slot + k] = uint16_t(float_to_half(r.minimum));
+      c.v_scale[size_t(at) * kPage + slot + k] = uint16_t(float_to_half(r.scale));
+      c.v_min[size_t(at) * kPage + slot + k] = uint16_t(float_to_half(r.minimum));
     }
   }
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void quantize_page(const Cache& c, int page, int head
   reinterpret_cast<uint4*>(shared.low[row])[vector] = low;
   reinterpret_cast<uint4*>(shared.high[row])[vector] = high;
   __syncthreads();
-  const size_t at = page_head(c, page, head);
+  const int at = page_head(c, page, head);
   for (int d = threadIdx.x; d < kDim; d += kThreads) {
     float smallest = E::one(shared.low[0][d]), largest = E::one(shared.high[0][d]);
 #pragma unroll
@@ -104,14 +104,14 @@ __device__ __forceinline__ void quantize_page(const Cache& c, int page, int head
     }
     const Range r = choose_range(smallest, largest);
     shared.scale[d] = r.scale, shared.minimum[d] = r.minimum;
-    c.k_scale[at * kDim + d] = uint16_t(float_to_half(r.scale));
-    c.k_min[at * kDim + d] = uint16_t(float_to_half(r.minimum));
+    c.k_scale[size_t(at) * kDim + d] = uint16_t(float_to_half(r.scale));
+    c.k_min[size_t(at) * kDim + d] = uint16_t(float_to_half(r.minimum));
   }
   __syncthreads();
   Range r[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) r[i] = {shared.scale[8 * vector + i], shared.minimum[8 * vector + i]};
-  uint8_t* codes = c.k_codes + at * kPageBytes;
+  uint8_t* codes = c.k_codes + size_t(at) * kPageBytes;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const uint32_t pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
