@@ -100,15 +100,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   if (s < 0) return;
   const auto page_of = [](int place) { return place < 0 ? -1 : place / kPage; };
   const int index = page_of(place);
-  if (s_before == s && page_of(before) == index) return;
-  // The run's length: its tokens stand side by side.
-  const int most = index < 0 ? c.sinks : kPage;
-  int count = 1;
-  if (p.stage != 3) {
-    count = __syncthreads_count(threadIdx.x < most && s_next == s && page_of(place_next) == index);
-    for (int from = kThreads; from < most && count == from; from += kThreads) {
+  if (index >= 0 && s_before == s && page_of(before) == index) return; // a sink is a run of its own
+  int count = 1; // the run's tokens stand side by side
+  if (p.stage != 3 && index >= 0) {
+    count = __syncthreads_count(threadIdx.x < kPage && s_next == s && page_of(place_next) == index);
+    for (int from = kThreads; from < kPage && count == from; from += kThreads) {
       const int i = next + from;
-      count += __syncthreads_count(from + threadIdx.x < most && i < p.tokens && p.slot[i] == s &&
+      count += __syncthreads_count(from + threadIdx.x < kPage && i < p.tokens && p.slot[i] == s &&
                                    page_of(p.position[i] - c.sinks) == index);
     }
   }
@@ -122,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   if (index < 0) {
     if (p.stage == 2) return;
     const size_t at = ((size_t(s) * c.heads + head) * c.sinks + c.sinks + place) * kDim;
-    copy(c.k_sink + at, k, p.k_pitch, count);
-    copy(c.v_sink + at, v, p.v_pitch, count);
+    copy(c.k_sink + at, k, 0, 1);
+    copy(c.v_sink + at, v, 0, 1);
     return;
   }
   const int first = place % kPage; // slot of the run's first token
