@@ -20,7 +20,9 @@ from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
 from comet_cuda.quantize_act import quantize_act
 from comet_cuda.w4ax_gemm import w4ax_gemm
 
-DUMMY_SCALE = 1e-3  # weight scale where vLLM loads no weights
+# Where vLLM loads no weights (load_format dummy, for measuring speed):
+DUMMY_SCALE = 1e-3  # weight scale
+DUMMY_INT8 = 6  # one block in so many is INT8, about what the default recipe keeps
 
 
 class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -112,7 +114,11 @@ def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """What a tensor holds before anything is loaded, which must be harmless: weights may never come (dummy)."""
     if leaf == "perm":
         return torch.arange(shape[0], dtype=dtype)
-    value = {"block_bits": 4, "act_clip": 1.0, "act_unit": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE}.get(leaf, 0)
+    if leaf == "block_bits":
+        bits = torch.full(shape, 4, dtype=dtype)
+        bits[: shape[0] // DUMMY_INT8] = 8
+        return bits
+    value = {"act_clip": 1.0, "act_unit": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE}.get(leaf, 0)
     if leaf == "qweight":
         return torch.randint(0, 256, shape, dtype=dtype)
     return torch.full(shape, value, dtype=dtype)
