@@ -28,6 +28,7 @@ from comet_core.kv_cache import attention_name
 from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
 from comet_core.recipe import Recipe, recipe_from_dict
 from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
+from comet_core.weight_reader import MOST_LAYERS
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import QUAD
 
@@ -289,6 +290,8 @@ def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype) -> nn.Mod
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if config.quantization_config["quant_method"] != "comet":
             raise ValueError(f"quant_method is {config.quantization_config['quant_method']!r}")
+        if not 0 <= (layers := config.get_text_config().num_hidden_layers) <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers}")
         del config.quantization_config
         return build_empty(config, attention_name(manifest.recipe.kv_cache), dtype)
     except Exception as error:  # unknown model types and values out of range raise many kinds

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Where a text model sits inside the files of a larger one, and the prefix that it has alone.
 NESTED_PREFIXES = ("language_model.", "model.language_model.", "text_model.", "model.text_model.", "module.")
+MOST_LAYERS = 2000  # a config that claims more is damaged, and building it would take for ever
 RANDOM_STD = 0.02  # of random weights; the initializer_range of most of these models
 
 
@@ -55,6 +56,12 @@ def parameter_table(config: "PretrainedConfig") -> ParameterTable:
     import torch
     from transformers import AutoModelForCausalLM
 
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+        raise CometError(
+            f"num_hidden_layers is {str(layers)[:40]} in this {config.model_type} config",
+            f"check config.json; models of up to {MOST_LAYERS} layers are read",
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
