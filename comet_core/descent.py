@@ -40,8 +40,7 @@ def descend(w: Tensor, start: QuantizedWeight, hessian: Tensor, spec: WeightSpec
             codes[:, b] = found.T
             delta[:, columns] = w[:, b] - (codes[:, b] - zero[:, b, None]) * scale[:, b, None]
     low, high = (int(limit) for limit in limits.tolist())
-    grids = [Grid(scale[:, b], zero[:, b], low, high) for b in range(blocks)]
-    return assemble(list(codes.unbind(1)), grids, spec)
+    return assemble(codes, Grid(scale, zero, low, high), spec)
 
 
 def _unpacked(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:

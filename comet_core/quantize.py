@@ -8,7 +8,9 @@ Source of GPTQ: Frantar et al., "GPTQ: Accurate Post-Training Quantization for G
 2022 (arXiv:2210.17323); the token weighting is ours (results/LOG.md).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,20 +50,20 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class Grid:
-    """The codes that a weight may take under given parameters: real value = scale * (code - zero)."""
+    """The codes that weights may take under given parameters: real value = scale * (code - zero)."""
 
-    scale: Tensor  # f32 [N], representable in bfloat16
-    zero: Tensor  # f32 [N]
+    scale: Tensor  # f32 [...], one a row or a row and block; representable in bfloat16
+    zero: Tensor  # f32 [...]
     low: int
     high: int
 
     def codes(self, w: Tensor) -> Tensor:
-        """Nearest codes of w, f32 [N, n] -> f32 [N, n]."""
-        return (torch.round(w / self.scale[:, None]) + self.zero[:, None]).clamp(self.low, self.high)
+        """Nearest codes of w, f32 [..., n] -> f32 [..., n]."""
+        return (torch.round(w / self.scale[..., None]) + self.zero[..., None]).clamp(self.low, self.high)
 
     def values(self, codes: Tensor) -> Tensor:
         """Real values of codes."""
-        return (codes - self.zero[:, None]) * self.scale[:, None]
+        return (codes - self.zero[..., None]) * self.scale[..., None]
 
 
 def to_storage(weight: Tensor, plan: BlockPlan) -> Tensor:
@@ -78,14 +80,14 @@ def rotate_int4(blocks: Tensor, block_bits: Tensor) -> Tensor:
 
 
 def _grid(w: Tensor, shrink: float, bits: int, symmetric: bool) -> Grid:
-    """The grid of one block of rows, w f32 [N, n], whose range is `shrink` times the weights' own."""
+    """The grid of w, f32 [..., n], along its last axis, whose range is `shrink` times the weights' own."""
     if symmetric:
         zero = SYMMETRIC_ZERO if bits == 4 else 0
         low, high = (0, code_max(4)) if bits == 4 else (-symmetric_qmax(8), symmetric_qmax(8))
-        span = w.abs().amax(1) * shrink
+        span = w.abs().amax(-1) * shrink
         scale = _storable(span / symmetric_qmax(bits))
         return Grid(scale, torch.full_like(scale, zero), low, high)
-    low_edge, high_edge = w.amin(1).clamp(max=0) * shrink, w.amax(1).clamp(min=0) * shrink
+    low_edge, high_edge = w.amin(-1).clamp(max=0) * shrink, w.amax(-1).clamp(min=0) * shrink
     scale = _storable((high_edge - low_edge) / code_max(bits))
     zero_point = torch.round(-low_edge / scale).clamp(0, code_max(bits))
     return Grid(scale, zero_point, 0, code_max(bits))
@@ -98,18 +100,19 @@ def _storable(scale: Tensor) -> Tensor:
 
 
 def choose_grid(w: Tensor, importance: Tensor, spec: WeightSpec) -> Grid:
-    """The grid of one block (or row) with the least weighted squared rounding error.
+    """The grid with the least weighted squared rounding error, along the last axis of w.
 
     Args:
-        w: f32 [N, n]. importance: f32 [n], weight of each column's squared error. spec: bits, symmetry, search.
+        w: f32 [N, n] or [N, NB, 128]. importance: f32 [n] or [NB, 128], weight of each column's squared error.
+        spec: bits, symmetry, search.
     """
     best = _grid(w, 1.0, spec.bits, spec.symmetric)
     if not spec.clip_search:
         return best
-    best_error = ((best.values(best.codes(w)) - w).square() * importance).sum(1)
+    best_error = ((best.values(best.codes(w)) - w).square() * importance).sum(-1)
     for step in range(1, SHRINK_STEPS):
         grid = _grid(w, 1.0 - step * SHRINK_STEP, spec.bits, spec.symmetric)
-        error = ((grid.values(grid.codes(w)) - w).square() * importance).sum(1)
+        error = ((grid.values(grid.codes(w)) - w).square() * importance).sum(-1)
         better = error < best_error
         best = Grid(
             torch.where(better, grid.scale, best.scale), torch.where(better, grid.zero, best.zero), grid.low, grid.high
@@ -118,14 +121,19 @@ def choose_grid(w: Tensor, importance: Tensor, spec: WeightSpec) -> Grid:
     return best
 
 
-def assemble(codes: list[Tensor], grids: list[Grid], spec: WeightSpec) -> QuantizedWeight:
-    """Codes f32 [N, 128] and grids, one per block, in their stored form."""
-    stacked = torch.stack(codes, 1)  # f32 [N, NB, 128]
-    scale = torch.stack([grid.scale for grid in grids], 1).to(torch.bfloat16)
+def assemble(codes: Tensor, grid: Grid, spec: WeightSpec) -> QuantizedWeight:
+    """Codes f32 [N, NB, 128] and their grid, one a row and block, in their stored form."""
+    scale = grid.scale.to(torch.bfloat16)
     if spec.bits == 8:
-        return QuantizedWeight(stacked.to(torch.int8).flatten(1), scale, None)
-    zero = None if spec.symmetric else torch.stack([grid.zero for grid in grids], 1).to(torch.uint8)
-    return QuantizedWeight(pack_nibbles(stacked.to(torch.uint8).flatten(1)), scale, zero)
+        return QuantizedWeight(codes.to(torch.int8).flatten(1), scale, None)
+    zero = None if spec.symmetric else grid.zero.to(torch.uint8)
+    return QuantizedWeight(pack_nibbles(codes.to(torch.uint8).flatten(1)), scale, zero)
+
+
+def _stacked(grids: list[Grid]) -> Grid:
+    """Grids of blocks, each [N], as one [N, NB]."""
+    scale, zero = torch.stack([grid.scale for grid in grids], 1), torch.stack([grid.zero for grid in grids], 1)
+    return Grid(scale, zero, grids[0].low, grids[0].high)
 
 
 def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWeight:
@@ -134,11 +142,14 @@ def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWe
     Args:
         w: f32 [N, NB, 128] in storage order. importance: f32 [NB * 128], used by the clip search only.
     """
+    columns = importance.view(-1, BLOCK)
     if spec.group == "row":
-        grids = [choose_grid(w.flatten(1), importance, spec)] * w.shape[1]
-    else:
-        grids = [choose_grid(w[:, b], importance[b * BLOCK : (b + 1) * BLOCK], spec) for b in range(w.shape[1])]
-    return assemble([grid.codes(w[:, b]) for b, grid in enumerate(grids)], grids, spec)
+        grid = _stacked([choose_grid(w.flatten(1), importance, spec)] * w.shape[1])
+    elif w.is_cuda:
+        grid = choose_grid(w, columns, spec)
+    else:  # a block at a time stays in a CPU's cache
+        grid = _stacked([choose_grid(w[:, b], columns[b], spec) for b in range(w.shape[1])])
+    return assemble(grid.codes(w), grid, spec)
 
 
 def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[QuantizedWeight, float] | None:
@@ -162,23 +173,52 @@ def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[Quantiz
     grids: list[Grid] = []
     for start in range(0, rest.shape[1], BLOCK):
         stop = start + BLOCK
-        block, factor = rest[:, start:stop], upper[start:stop, start:stop]
-        grid = row_grid or choose_grid(block, importance[start:stop], spec)
-        limits = torch.tensor([grid.low, grid.high], dtype=torch.float32, device=w.device)
-        chosen, errors = replay(_round_block, block.T.contiguous(), factor.contiguous(), grid.scale, grid.zero, limits)
-        rest[:, stop:].addmm_(errors.T, upper[start:stop, stop:], alpha=-1)
+        own, later = slice(start, stop), slice(stop, None)
+        block, factor = rest[:, own].contiguous(), upper[own, own].contiguous()
+        if row_grid is not None:
+            grid = row_grid
+            chosen, errors = replay(_rounding(spec), block, factor, grid.scale, grid.zero)
+        else:
+            chosen, errors, scale, zero = replay(_fitting(spec), block, factor, importance[own].contiguous())
+            grid = Grid(scale, zero, *_code_range(spec))
+        rest[:, later].addmm_(errors.T, upper[own, later], alpha=-1)
         codes.append(chosen.T)
         grids.append(grid)
     del factored, upper  # as large as the Hessian
-    return assemble(codes, grids, spec), damping
+    return assemble(torch.stack(codes, 1), _stacked(grids), spec), damping
 
 
-def _round_block(columns: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """GPTQ inside one block.
+def _code_range(spec: WeightSpec) -> tuple[int, int]:
+    return (0, code_max(4)) if spec.bits == 4 else (-symmetric_qmax(8), symmetric_qmax(8))
+
+
+@lru_cache(maxsize=16)
+def _fitting(spec: WeightSpec) -> Callable[..., tuple[Tensor, ...]]:
+    """GPTQ inside one block by `spec`, its grid included: (block f32 [N, 128], factor, importance f32 [128]) -> codes,
+    errors, scale and zero f32 [N]. One object a spec, so that it is recorded once."""
+
+    def fit(block: Tensor, factor: Tensor, importance: Tensor) -> tuple[Tensor, ...]:
+        grid = choose_grid(block, importance, spec)
+        return *_round_block(block.T.contiguous(), factor, grid), grid.scale, grid.zero
+
+    return fit
+
+
+@lru_cache(maxsize=16)
+def _rounding(spec: WeightSpec) -> Callable[..., tuple[Tensor, ...]]:
+    """The same with a given grid: (block, factor, scale, zero) -> codes and errors."""
+
+    def fit(block: Tensor, factor: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
+        return _round_block(block.T.contiguous(), factor, Grid(scale, zero, *_code_range(spec)))
+
+    return fit
+
+
+def _round_block(columns: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Round one column after the other, moving each error into those after it.
 
     Args:
         columns: f32 [128, N], overwritten: a column of weights is contiguous. factor: f32 [128, 128], upper.
-        scale, zero: f32 [N]. limits: f32 [2], smallest and largest code.
 
     Returns:
         codes and errors over the factor's diagonal, both f32 [128, N].
@@ -186,10 +226,10 @@ def _round_block(columns: Tensor, factor: Tensor, scale: Tensor, zero: Tensor, l
     codes, errors = torch.empty_like(columns), torch.empty_like(columns)
     for i in range(BLOCK):
         column, code, error = columns[i], codes[i], errors[i]
-        torch.div(column, scale, out=code)
-        code.round_().add_(zero).clamp_(limits[0], limits[1])
-        torch.sub(code, zero, out=error)
-        error.mul_(scale)
+        torch.div(column, grid.scale, out=code)
+        code.round_().add_(grid.zero).clamp_(grid.low, grid.high)
+        torch.sub(code, grid.zero, out=error)
+        error.mul_(grid.scale)
         torch.sub(column, error, out=error)
         error.div_(factor[i, i])
         columns[i + 1 :].addr_(factor[i, i + 1 :], error, alpha=-1)
@@ -222,7 +262,7 @@ def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | N
         lower, damping = cholesky(hessian, damping)
         if lower is None:
             return None
-        inverse = torch.cholesky_inverse(lower)  # type: ignore[no-untyped-call]
+        inverse = torch.cholesky_inverse(lower)
         del lower
         upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
         del inverse

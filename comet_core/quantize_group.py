@@ -25,6 +25,7 @@ from comet_core.quantize import QuantizedWeight, quantize_gptq, quantize_rtn, to
 from comet_core.recipe import WeightSpec
 
 MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer, on a CPU
+WINDOWS_A_SUM = {"cuda": 8}  # whose rows are added at once; on a CPU one: its rows stay in the caches
 MEMO_SHARE = 5  # on a GPU a fifth of what is free when the layer begins
 
 
@@ -199,11 +200,12 @@ def _moments(
         other = own
         if sixteen is not None:
             other = _input_of(sixteen.layer, name, partial(sixteen.run, windows.calls[stop - start], start, stop))
-        for offset, (x, goal) in enumerate(zip(own, other, strict=True)):
-            to_judge = held_out is not None and (start + offset) % every == every - 1
-            chosen = held_out if to_judge and held_out is not None else train
-            x, goal = x.reshape(-1, x.shape[-1]), goal.reshape(-1, goal.shape[-1])
-            chosen.add(seen_rows(x, plan), wanted_rows(goal, plan) if with_gap else None)
+        judging = torch.arange(start, stop) % every == every - 1 if every else torch.zeros(stop - start).bool()
+        for moments, chosen in ((train, ~judging), (held_out, judging)):
+            for part in chosen.nonzero().flatten().split(WINDOWS_A_SUM.get(own.device.type, 1)):
+                if moments is not None:
+                    x, goal = own[part].flatten(0, -2), other[part].flatten(0, -2)
+                    moments.add(seen_rows(x, plan), wanted_rows(goal, plan) if with_gap else None)
     for moments in (train, held_out):
         if moments is not None and not coded:
             moments.rotate(plan)

@@ -263,6 +263,21 @@ class _TrainableLinear(nn.Module):
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return nn.functional.linear(seen, weight, bias).view(*x.shape[:-1], self.linear.out_features)
 
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keep real values inside the codes' range, so that they can come back."""
+        if self.values.requires_grad:
+            self.values.copy_(torch.maximum(torch.minimum(self.values, code_max(4) - self.zero), -self.zero))
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        """What training may have changed, in the form and by the names of W4AxLinear's buffers."""
+        tensors = {"w_scale": self.scale().to(torch.bfloat16)}
+        if self.values.requires_grad:
+            codes = (self.integers().float() + self.zero).to(torch.uint8)
+            tensors["qweight"] = pack_nibbles(codes.flatten(1))
+        return tensors if self.bias is None else tensors | {"bias": self.bias.detach()}
+
 
 class _TrainableModel:
     """The numbers of a packed model that tuning moves, each with its step."""
@@ -270,7 +285,6 @@ class _TrainableModel:
     def __init__(self, model: nn.Module, spec: TuningSpec) -> None:
         self.spec, self.model = spec, model
         self.dtype = next(model.parameters()).dtype
-        self.stored_types = {name: p.dtype for name, p in model.named_parameters()}
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.linears: dict[str, _TrainableLinear] = {}
         for name, module in list(model.named_modules()):
@@ -298,26 +312,16 @@ class _TrainableModel:
                 groups.append({"params": [linear.bias], "lr": rate * _size(linear.bias)})
         return groups + [{"params": [p], "lr": rate * _size(p)} for p in self.vectors.values()]
 
-    @torch.no_grad()
     def clamp(self) -> None:
         """Keep real values inside the codes' range, so that they can come back."""
         for linear in self.linears.values():
-            if linear.values.requires_grad:
-                linear.values.copy_(
-                    torch.maximum(torch.minimum(linear.values, code_max(4) - linear.zero), -linear.zero)
-                )
+            linear.clamp()
 
-    @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        """Every tensor that may have changed, in its stored type, by its name in the checkpoint."""
-        tensors: dict[str, Tensor] = {}
-        for name, linear in self.linears.items():
-            tensors[f"{name}.w_scale"] = linear.scale().to(torch.bfloat16)
-            if linear.values.requires_grad:
-                codes = (linear.integers().float() + linear.zero).to(torch.uint8)
-                tensors[f"{name}.qweight"] = pack_nibbles(codes.flatten(1))
-            if linear.bias is not None:
-                tensors[f"{name}.bias"] = linear.bias.detach()
+        """Every tensor that may have changed, by its name in the checkpoint."""
+        tensors = {
+            f"{name}.{leaf}": value for name, linear in self.linears.items() for leaf, value in linear.stored().items()
+        }
         return tensors | {name: vector.detach() for name, vector in self.vectors.items()}
 
 

@@ -1,5 +1,7 @@
 """Moments of a group's input, the weights that are best for a target, and coordinate descent after GPTQ."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,7 +79,7 @@ def test_descent_never_raises_the_error_and_lowers_gptq(symmetric: bool, bits: i
         quantized = descend(w, quantized, moments.hessian, spec)
         errors.append(moments.error(w, quantized))
     assert errors[1] < 0.99 * errors[0]
-    assert all(later <= earlier * 1.0001 for earlier, later in zip(errors, errors[1:], strict=False))
+    assert all(later <= earlier * 1.0001 for earlier, later in itertools.pairwise(errors))
     assert quantized.qweight.dtype == fitted[0].qweight.dtype and (quantized.zero is None) == symmetric
 
 
