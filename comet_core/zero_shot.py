@@ -38,6 +38,7 @@ from comet_cuda.folders import cache_dir
 
 REQUESTS_A_STEP = 512  # scored between two writes to disk
 TOKENS_A_BATCH = {"cpu": 2048, "cuda": 16384}  # padding included; halved where a GPU has no room
+LOGIT_BYTES = 2 << 30  # of one batch's float32 logits, of which two copies live at once
 METRICS = ("acc", "acc_norm")
 SCORING_FILES = (kv_cache, kv_open_page, linear, affine, kv4_append, quantize_act, w4ax_gemm)
 
@@ -176,6 +177,7 @@ class Scorer:
         if not missing:
             return
         lm = self.lm
+        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * lm.model.config.get_text_config().vocab_size))
         texts = ["".join(request.args) for request in missing.values()]
         lengths = dict(zip(missing, map(len, lm.tokenizer(texts)["input_ids"]), strict=True))
         order = sorted(missing, key=lambda key: (-lengths[key], missing[key].args))
