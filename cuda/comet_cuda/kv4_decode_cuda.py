@@ -21,7 +21,8 @@ from comet_cuda.kv4_append_cuda import ELEMENTS, HEAD_DIMS, check_cache, pack_ca
 SOURCE = "kv4_decode.cu"
 WARPS = 4  # of a cta
 OPEN_PAGES = 2  # pages of a chunk that the open page stands for
-CTAS_PER_SM = 12  # ctas a multiprocessor that the split aims at
+CTAS_PER_SM = 8  # ctas a multiprocessor that the split aims at
+SHORTEST, LONGEST = 8, 32  # pages of a chunk where there is work enough
 TICKETS = 1 << 20  # counters of unfinished chunks, handed out in turn
 
 _PARAMS = struct.Struct("<96s6Q4i2f")
@@ -45,18 +46,26 @@ class DecodeTiles:
     def shared_bytes(self, dim: int, page: int) -> int:
         """Dynamic shared memory of a cta: `Shared` of kv4_decode.cu."""
         heads = 8 * self.head_tiles
-        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 16
+        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 64
 
 
-def decode_tiles(dim: int) -> DecodeTiles:
-    """The compilation for heads of `dim` channels."""
-    return DecodeTiles(1, 3 if dim < 256 else 2, {64: 4, 96: 3, 128: 3, 256: 2}[dim])
+def decode_tiles(dim: int, page: int, softcap: bool) -> DecodeTiles:
+    """The compilation for heads of `dim` channels: what fits without spilling registers."""
+    if dim == 128:
+        return DecodeTiles(1, 2, 4) if page == 128 and not softcap else DecodeTiles(1, 3, 3)
+    return DecodeTiles(1, 2, {64: 5, 96: 4, 256: 2}[dim])
 
 
-def plan_chunk(pairs: int, pages: int, ctas: int) -> int:
-    """Pages a chunk, for `pairs` sequences times kv heads of up to `pages` pages each, so that about `ctas` run."""
-    chunk = -(-pairs * (pages + OPEN_PAGES) // ctas)
-    return max(WARPS, -(-chunk // WARPS) * WARPS)
+def plan_chunk(pairs: int, pages: int, sms: int) -> int:
+    """Pages a chunk, for `pairs` sequences times kv heads of up to `pages` complete pages each.
+
+    Eight ctas a multiprocessor, but chunks of 8 to 32 pages: shorter ones cost more than they balance, longer ones leave
+    a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones.
+    """
+    if pairs * chunks_of(pages, 2 * WARPS) <= 2 * sms:
+        return WARPS
+    chunk = -(-pairs * (pages + OPEN_PAGES) // (CTAS_PER_SM * sms))
+    return min(max(-(-chunk // WARPS) * WARPS, SHORTEST), LONGEST)
 
 
 def chunks_of(pages: int, chunk: int) -> int:
@@ -121,7 +130,7 @@ def kv4_decode_gpu(
     if rows == 0:
         return out
     group = q_heads // heads
-    tiles = tiles or decode_tiles(dim)
+    tiles = tiles or decode_tiles(dim, page, softcap > 0)
     device = q.get_device()
     kernel, shared, overlap, sms = _decode_kernel(device, q.dtype, dim, page, softcap > 0, tiles)
     head_tiles = -(-group // (8 * tiles.head_tiles))
@@ -131,7 +140,7 @@ def kv4_decode_gpu(
     if window > 0:
         pages = min(pages, window // page + 1)
     pairs = rows * heads * head_tiles
-    chunk = chunk or plan_chunk(pairs, pages, CTAS_PER_SM * sms)
+    chunk = chunk or plan_chunk(pairs, pages, sms)
     chunks = chunks_of(pages, chunk)
     partial_at = tickets_at = 0
     if chunks > 1:
@@ -152,9 +161,9 @@ def configurations(family: str) -> list[Configuration]:
     found = []
     for element in ELEMENTS:
         for dim in HEAD_DIMS:
-            tiles = decode_tiles(dim)
             for page in (64, 128):
                 for softcap in (False, True):
+                    tiles = decode_tiles(dim, page, softcap)
                     defines = tiles.defines(element, dim, page, softcap)
                     found.append(Configuration(SOURCE, defines, (), tiles.shared_bytes(dim, page)))
     return found
