@@ -177,7 +177,8 @@ class Scorer:
         if not missing:
             return
         lm = self.lm
-        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * lm.model.config.get_text_config().vocab_size))
+        vocabulary = lm.model.config.get_text_config().vocab_size
+        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * vocabulary))
         texts = ["".join(request.args) for request in missing.values()]
         lengths = dict(zip(missing, map(len, lm.tokenizer(texts)["input_ids"]), strict=True))
         order = sorted(missing, key=lambda key: (-lengths[key], missing[key].args))
@@ -328,7 +329,7 @@ def _records(
         "kind": "eval",
         "model": who.name,
         "recipe": who.recipe,
-        "seq_len": None,
+        "seq_len": 0,  # documents have their own lengths
         "kv_quantized": who.kv_cache.bits < 16,
         "kv_open_page": who.open_page if who.kv_cache.bits < 16 else "16bit",
         "int4_mac_fraction": who.int4_mac_fraction,

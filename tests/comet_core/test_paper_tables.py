@@ -165,7 +165,7 @@ def test_zero_shot_cells_need_every_task(tmp_path: Path) -> None:
     table = load_table("table2")
     base = {
         "kind": "eval", "model": "smollm2-135m", "recipe": "fp16", "metric": "acc", "value": 0.5, "stderr": 0.01,
-        "windows": 10, "seq_len": None, "kv_quantized": False, "kv_open_page": "16bit", "int4_mac_fraction": 0.0,
+        "windows": 10, "seq_len": 0, "kv_quantized": False, "kv_open_page": "16bit", "int4_mac_fraction": 0.0,
         "limit": None, "protocol": {"data": "x"}, "provenance": {"recipe_digest": None},
     }  # fmt: skip
     records = [base | {"task": task} for task in (*table.tasks, "average")]
