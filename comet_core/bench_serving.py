@@ -32,10 +32,14 @@ from comet_cuda.errors import CometError
 
 LOADS = ((1024, 512), (128, 128))  # prompt and output tokens, as in the paper
 BATCHES: tuple[int | str, ...] = (1, 2, 4, 8, 16, 64, 256, "max")
-POINTS = 8  # contexts at which a step is timed
-REPLAYS = 3  # timed steps at each
+POINTS = {4: 8, 16: 4}  # contexts at which a step is timed, by the cache's bits
+REPLAYS = 4  # timed steps at each, one right after the other
 CHUNK_KINDS = 3  # different chunks that are timed
 STEP_DOWN = 0.97  # of a batch that did not fit after all
+ATTENTION_NOTES = {
+    16: "decode: torch SDPA (cuDNN) over sequences of one length, a graph a context; prefill: torch FlashAttention",
+    4: "comet",
+}
 LINEAR_NOTES = {
     "bf16": "torch (cuBLAS) bf16",
     "fp8": "FP8 e4m3, a scale a token and a row, torch._scaled_mm",
@@ -127,9 +131,8 @@ class ServingBench:
             return self._checked(int(batch), context)
         except torch.OutOfMemoryError as error:
             free_memory()
-            raise CometError(
-                f"batch {batch} did not fit although {available / GIB:.1f} GiB were free", "use --batch max"
-            ) from error
+            free = f"{available / GIB:.1f} GiB were free"
+            raise CometError(f"batch {batch} did not fit although {free}", "use --batch max") from error
 
     def _checked(self, batch: int, context: int) -> Runner:
         """A runner whose largest step has run once."""
@@ -148,9 +151,7 @@ class ServingBench:
             CometError as in `runner`, and for fewer than two output tokens.
         """
         if prompt_tokens < 1 or output_tokens < 2:
-            raise CometError(
-                f"{prompt_tokens} prompt and {output_tokens} output tokens", "ask for at least 1 and 2, such as 128/128"
-            )
+            raise CometError(f"{prompt_tokens} prompt and {output_tokens} output tokens", "ask for at least 1 and 2")
         while True:
             runner = self.runner(batch, prompt_tokens + output_tokens)
             try:
@@ -189,11 +190,11 @@ class ServingBench:
             "activation_share": self.share,
             "weights": self.model.note,
             "linears": LINEAR_NOTES[self.scheme.linears],
+            "attention": ATTENTION_NOTES[self.scheme.kv_bits],
             "method": (
                 f"static batch; prefill in chunks of {runner.chunk} tokens, equal chunks timed once, ttft_ms is the "
-                f"mean over the batch; decode step (CUDA graph, greedy, tokens stay on the GPU) timed at {len(points)} "
-                f"contexts, median of {REPLAYS}, steps that complete a page of the cache counted in, integrated over "
-                "the run"
+                f"batch's mean; decode step (CUDA graph, greedy, tokens stay on the GPU) timed at {len(points)} contexts,"
+                f" mean of {REPLAYS} in a row, steps that complete a page counted in, integrated over the run"
             ),
             "steps": [[context, round(step, 4)] for context, step in points],
             "provenance": provenance(self.command, recipe_digest=self.digest, seed=self.seed, device=str(self.device)),
@@ -239,7 +240,7 @@ class ServingBench:
         """Step times at some contexts, and the time of every step of the run, milliseconds."""
         first, last = prompt, prompt + output - 2  # positions of the tokens that enter
         room = REPLAYS + 2  # a timing moves on by so many positions
-        count = max(1, min(POINTS, (last - first) // room))
+        count = max(1, min(POINTS[self.scheme.kv_bits], (last - first) // room))
         wanted = [first + (last - first) * i // max(1, count - 1) for i in range(count)]
         points = []
         for position in wanted:
@@ -249,7 +250,7 @@ class ServingBench:
         completing = [p for p in range(first, last + 1) if (p - self.sinks) % self.page == self.page - 1]
         if self.scheme.kv_bits == 4 and completing:  # all sequences complete a page in the same step
             middle = completing[len(completing) // 2]
-            extra = max(0.0, self._time_step(runner, middle, exactly=True) - steps[middle - first])
+            extra = max(0.0, self._time_alone(runner, middle) - self._time_alone(runner, middle - 1))
             for position in completing:
                 steps[position - first] += extra
         return points, steps
@@ -259,30 +260,42 @@ class ServingBench:
         place = (position - self.sinks) % self.page
         return position + room if place >= self.page - room else position
 
-    def _time_step(self, runner: Runner, position: int, exactly: bool = False) -> float:
-        """Median step with every sequence at this position (`exactly`: this very one each time)."""
-        rows = runner.batch
-        if self.device.type == "cuda":
-            runner.captured(rows)
+    def _uniform(self, position: int) -> int:
+        """A 16-bit cache is read by the fastest attention of equal lengths, one graph a context."""
+        return position + 1 if self.scheme.kv_bits == 16 else 0
 
-        def place() -> None:
-            runner.state(rows).write([1] * rows, range(rows), [position] * rows)
+    def _time_step(self, runner: Runner, position: int) -> float:
+        """Mean of some steps in a row from this position on, every sequence alike."""
+        rows, uniform = runner.batch, self._uniform(position)
 
-        place()
-        runner.step(rows)
-        if not exactly:
-            return milliseconds(self.device, lambda: runner.step(rows), REPLAYS)
+        def run() -> None:
+            for _ in range(REPLAYS):
+                runner.step(rows, uniform=uniform)
+
+        runner.state(rows)
+        self._place(runner, position)
+        runner.step(rows, uniform=uniform)
+        return milliseconds(self.device, run) / REPLAYS
+
+    def _time_alone(self, runner: Runner, position: int) -> float:
+        """Median of this very step, taken some times."""
         times = []
         for _ in range(REPLAYS):
-            place()
-            times.append(milliseconds(self.device, lambda: runner.step(rows)))
+            self._place(runner, position)
+            times.append(milliseconds(self.device, lambda: runner.step(runner.batch)))
         return statistics.median(times)
+
+    def _place(self, runner: Runner, position: int) -> None:
+        rows = runner.batch
+        if self.device.type == "cuda":
+            runner.captured(rows, uniform=self._uniform(position))
+        runner.state(rows).write([1] * rows, range(rows), [position] * rows)
 
     def parts(self, runner: Runner, position: int) -> dict[str, Any]:
         """The break-down of one step with every sequence at this position."""
-        rows = runner.batch
-        graph, state = runner.captured(rows)
-        state.write([1] * rows, range(rows), [self._inside_a_page(position, 8)] * rows)
+        rows, position = runner.batch, self._inside_a_page(position, 8)
+        graph, state = runner.captured(rows, uniform=self._uniform(position))
+        state.write([1] * rows, range(rows), [position] * rows)
         return {"context": position + 1} | summarize(trace(graph.replay))
 
 

@@ -132,7 +132,7 @@ class Runner:
             device=model.device,
         )
         self.generator = torch.Generator(model.device).manual_seed(seed)
-        self._graphs: dict[tuple[int, float], tuple[torch.cuda.CUDAGraph, BatchState]] = {}
+        self._graphs: dict[tuple[int, float, int], tuple[torch.cuda.CUDAGraph, BatchState]] = {}
         self._states: dict[int, BatchState] = {}
         self._pool: Any = None  # memory that the graphs share
 
@@ -191,15 +191,15 @@ class Runner:
     # --- decode
 
     @torch.no_grad()
-    def decode_logits(self, state: BatchState) -> Tensor:
-        """16-bit logits [B, V] after each row's newest token, which enters the cache."""
-        work = Step(state.slot, state.position, state.length, self.context)
+    def decode_logits(self, state: BatchState, uniform: int = 0) -> Tensor:
+        """16-bit logits [B, V] after each row's newest token, which enters the cache. `uniform`: see Step."""
+        work = Step(state.slot, state.position, state.length, self.context, uniform)
         return self.model.logits(*self.model.hidden(state.tokens, work, self.cache))
 
     @torch.no_grad()
-    def _advance(self, state: BatchState, temperature: float) -> None:
+    def _advance(self, state: BatchState, temperature: float, uniform: int = 0) -> None:
         """One step of every row: the newest token enters the cache, the next one takes its place."""
-        state.tokens.copy_(sample(self.decode_logits(state), temperature, self.generator))
+        state.tokens.copy_(sample(self.decode_logits(state, uniform), temperature, self.generator))
         state.position.add_(1)
         state.length.add_(1)
 
@@ -207,15 +207,20 @@ class Runner:
         """Rows of the step that serves so many sequences."""
         return min((size for size in (*BUCKETS, self.batch) if sequences <= size), default=sequences)
 
-    def captured(self, rows: int, temperature: float = 0.0) -> tuple[torch.cuda.CUDAGraph, BatchState]:
+    def captured(
+        self, rows: int, temperature: float = 0.0, uniform: int = 0
+    ) -> tuple[torch.cuda.CUDAGraph, BatchState]:
         """The graph of one step of `rows` rows and the state it works on; captured at first use."""
-        if (rows, temperature) not in self._graphs:
+        key = (rows, temperature, uniform)
+        if key not in self._graphs:
             state = self.state(rows)
             state.write((), (), ())
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._advance(state, temperature)  # compiles and allocates outside the capture; padding rows only
+                self._advance(
+                    state, temperature, uniform
+                )  # compiles and allocates outside the capture; padding rows only
             torch.cuda.current_stream().wait_stream(stream)
             state.write((), (), ())
             graph = torch.cuda.CUDAGraph()
@@ -223,9 +228,9 @@ class Runner:
                 graph.register_generator_state(self.generator)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._advance(state, temperature)
-            self._graphs[rows, temperature] = (graph, state)
-        return self._graphs[rows, temperature]
+                self._advance(state, temperature, uniform)
+            self._graphs[key] = (graph, state)
+        return self._graphs[key]
 
     def state(self, rows: int) -> BatchState:
         """The state of steps of `rows` rows."""
@@ -233,12 +238,12 @@ class Runner:
             self._states[rows] = BatchState.empty(rows, self.model.device)
         return self._states[rows]
 
-    def step(self, rows: int, temperature: float = 0.0) -> BatchState:
+    def step(self, rows: int, temperature: float = 0.0, uniform: int = 0) -> BatchState:
         """Advance the state of `rows` rows by one token, and return it."""
         if self.model.device.type != "cuda":
-            self._advance(self.state(rows), temperature)
+            self._advance(self.state(rows), temperature, uniform)
             return self.state(rows)
-        graph, state = self.captured(rows, temperature)
+        graph, state = self.captured(rows, temperature, uniform)
         graph.replay()
         return state
 

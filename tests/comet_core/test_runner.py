@@ -206,6 +206,12 @@ def test_the_16_bit_form_is_the_hugging_face_model(tmp_path: Any, llama_config: 
         for at in range(20, 30):
             state.write([int(ids[0, at])], (1,), [at])
             torch.testing.assert_close(runner.decode_logits(state)[0], logits[at], atol=1e-5, rtol=0)
+        static = Runner(model, kv_bits=16, batch=1, context=64)
+        assert static.cache.reserve(0, 40)
+        static.prefill([(0, ids[0, :29].tolist())])
+        state = BatchState.empty(1, torch.device("cpu"))
+        state.write([int(ids[0, 29])], (0,), [29])
+        torch.testing.assert_close(static.decode_logits(state, uniform=30)[0], logits[29], atol=1e-5, rtol=0)
 
 
 def test_what_would_not_be_computed_is_refused(tmp_path: Any) -> None:
