@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint tables clean
+.PHONY: help setup demo test test-slow test-gpu lint reproduce reproduce-speed tables clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -62,6 +62,12 @@ test-gpu: setup  ## tests that need an NVIDIA GPU
 lint: setup  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+reproduce: setup  ## the paper's accuracy tables, on the models that this machine has
+	$(PY) -m comet_cli reproduce
+
+reproduce-speed: setup  ## the paper's performance figures, on this GPU
+	$(PY) -m comet_cli reproduce-speed
 
 tables: setup  ## write README's tables anew from results/measured
 	$(PY) -m comet_core.results README.md

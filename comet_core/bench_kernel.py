@@ -148,12 +148,12 @@ def _ablated(linear: PreparedLinear, m: int, ablation: str) -> Callable[[Tensor,
     weight = linear.weight
     if not isinstance(weight, TiledWeight):
         raise CometError(f"--ablation {ablation}: the {linear.layout} path has no such switch")
-    tiles = choose_tiles(m, weight.rows, weight.records.shape[1])
+    tiles = choose_tiles(m, weight.rows, weight.records.shape[1], weight.share)
     off = {"pipeline": {"stages": 1, "batch": 1, "flight": 1}, "schedule": {"stream": False}}[ablation]
     changed = replace(tiles, **off)  # type: ignore[arg-type]
     w = weight
     return lambda codes, meta: launch_sm90(
-        codes, meta, w.records, w.zero_terms, None, m, w.rows, w.int8_mask, torch.bfloat16, changed
+        codes, meta, w.records, w.zero_terms, None, m, w.rows, w.int8_mask, torch.bfloat16, w.share, changed
     )
 
 
@@ -177,6 +177,7 @@ def bench_kernel(
     batches: Sequence[int],
     *,
     recipe: str = "w4a4kv4",
+    int4_share: float | None = None,
     peers: Sequence[str] = (),
     ablations: Sequence[str] = (),
     device: str = "cuda",
@@ -187,6 +188,7 @@ def bench_kernel(
 
     Args:
         shapes, batches: what to measure. recipe: whose format the weights and activations have.
+        int4_share: least share of INT4 blocks, instead of the recipe's.
         peers: names of PEERS beside bf16 cuBLAS, which is always timed. ablations: names of ABLATIONS.
 
     Errors:
@@ -195,6 +197,8 @@ def bench_kernel(
     for name in {*peers} - {*PEERS} | {*ablations} - {*ABLATIONS}:
         raise CometError(f"{name} is not known", f"kernels: {', '.join(PEERS)}; ablations: {', '.join(ABLATIONS)}")
     chosen = load_recipe(recipe)
+    if int4_share is not None:
+        chosen = replace(chosen, blocks=replace(chosen.blocks, int4_mac_fraction=int4_share))
     if chosen.weights.bits != 4 or chosen.activations.bits == 16:
         raise CometError(
             f"recipe {chosen.name} has no W4Ax GEMM", "choose one with 4-bit weights and 4- or 8-bit activations"

@@ -14,13 +14,14 @@ LAYERS = {
 }  # may import itself and those before
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
+    "quantized_source",
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
     "edited_source", "folding", "smooth", "rotate", "rotate_model", "learned_clip", "transform",
     "calibration", "calibrate", "replay", "quantize", "descent", "linear", "moments", "quantize_group", "kv_cache", "shards",
     "packed", "inspection", "model_card", "ledger", "scores", "tune", "pack_job", "pack", "preflight",
     "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear", "runner_model", "runner_weights",
     "runner", "step_breakdown", "device_timing", "bench_vllm", "bench_peers",
-    "bench_kernel", "bench_plots", "report", "bench_serving", "serving_report", "evaluate", "bench",
+    "bench_kernel", "bench_plots", "report", "bench_serving", "reproduce_speed", "serving_report", "evaluate", "bench",
     "kv_open_page", "zero_shot_tasks", "zero_shot", "zero_shot_table", "paper_table", "reproduce",
     "reproduce_report",
 )  # fmt: skip

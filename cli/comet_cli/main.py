@@ -23,6 +23,7 @@ from comet_cli import (
     pack,
     report,
     reproduce,
+    reproduce_speed,
 )
 from comet_cuda.errors import CometError
 
@@ -76,6 +77,7 @@ app.command("pack")(pack.pack)
 app.command("eval")(evaluate.evaluate)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
+app.command("reproduce-speed")(reproduce_speed.reproduce_speed)
 bench.app.command("kernel")(bench_kernel.kernel)
 app.command("inspect")(inspect.inspect)
 app.command("report")(report.report)
