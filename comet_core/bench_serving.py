@@ -193,7 +193,7 @@ class ServingBench:
             "attention": ATTENTION_NOTES[self.scheme.kv_bits],
             "method": (
                 f"static batch; prefill in chunks of {runner.chunk} tokens, equal chunks timed once, ttft_ms is the "
-                f"batch's mean; decode step (CUDA graph, greedy, tokens stay on the GPU) timed at {len(points)} contexts,"
+                f"batch's mean; decode step (CUDA graph, greedy, tokens kept on the GPU) at {len(points)} contexts,"
                 f" mean of {REPLAYS} in a row, steps that complete a page counted in, integrated over the run"
             ),
             "steps": [[context, round(step, 4)] for context, step in points],
