@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from comet_core.gguf_folder import gguf_to_folder, origin_note
 from comet_core.model_cache import file_sha256
+from comet_core.quantized_source import METHODS, QuantizedReader, packed_format
 from comet_core.recipe_rules import nearest_hint
 from comet_core.weight_reader import ParameterTable, RandomReader, SafetensorsReader, WeightReader, parameter_table
 from comet_cuda.errors import CometError
@@ -48,6 +49,9 @@ class ModelSource:
     def _reader(self) -> SafetensorsReader | RandomReader:
         if self.folder is None:
             return RandomReader(self.parameters, self.random_seed or 0)
+        form = packed_format(self.folder, _read_config(self.folder).get("quantization_config"))
+        if form is not None:
+            return QuantizedReader(self.folder, self.parameters, form)
         return SafetensorsReader(self.folder, self.parameters)
 
     def weights(self) -> WeightReader:
@@ -163,7 +167,9 @@ def _from_gguf(name: str, path: Path) -> ModelSource:
 
 
 def _from_folder(name: str, folder: Path, origin: str, note: str) -> ModelSource:
-    return ModelSource(name, folder, _text_config(folder), None, origin, note)
+    config = _text_config(folder)
+    form = packed_format(folder, _read_config(folder).get("quantization_config"))
+    return ModelSource(name, folder, config, None, origin, form.note if form is not None else note)
 
 
 def _from_alias(alias: str) -> ModelSource:
@@ -251,12 +257,16 @@ def _text_config(folder: Path) -> "PretrainedConfig":
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CometError(f"{folder} is a {config.model_type} model, which writes no text by itself", HOW_TO_GIVE)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights are decoded when they are read
     text_config: PretrainedConfig = config
     return text_config
 
 
 def _refuse_quantized(folder: Path, quantization: Any) -> None:
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+    if method in METHODS:
+        return
     if method == "comet":
         raise CometError(
             f"{folder} is already packed by COMET",
@@ -264,7 +274,8 @@ def _refuse_quantized(folder: Path, quantization: Any) -> None:
         )
     raise CometError(
         f"{folder} is already quantized ({method})",
-        "COMET starts from 16-bit weights: give the original model, or save a dequantized copy of this one.",
+        f"COMET starts from 16-bit weights, or from {' and '.join(name.upper() for name in METHODS)} checkpoints: give "
+        "the original model, or save a dequantized copy of this one.",
     )
 
 

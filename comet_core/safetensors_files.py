@@ -146,11 +146,22 @@ def load_tensor(name: str, stored: StoredTensor) -> "Tensor":
     Raises:
         CometError: not a 16- or 32-bit float, or the file changed since its header was read.
     """
-    import torch
-
     if stored.dtype not in FLOAT_DTYPES:
         raise wrong_dtype(name, stored)
-    dtype: torch.dtype = getattr(torch, FLOAT_DTYPES[stored.dtype])
+    return _read(stored, FLOAT_DTYPES[stored.dtype])
+
+
+def load_integers(name: str, stored: StoredTensor) -> "Tensor":
+    """`load_tensor` for int32 tensors (words of packed codes, group indices)."""
+    if stored.dtype != "I32":
+        raise CometError(f"{stored.file}: {name} is stored as {stored.dtype}, not I32", FETCH_AGAIN)
+    return _read(stored, "int32")
+
+
+def _read(stored: StoredTensor, kind: str) -> "Tensor":
+    import torch
+
+    dtype: torch.dtype = getattr(torch, kind)
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=dtype)
     tensor = torch.empty(stored.shape, dtype=dtype)

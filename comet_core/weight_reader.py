@@ -100,13 +100,16 @@ def _renamed(stored: Mapping[str, StoredTensor], table: ParameterTable) -> dict[
 class SafetensorsReader:
     """Parameters of a model folder, read from its safetensors files one at a time."""
 
-    def __init__(self, folder: Path, table: ParameterTable) -> None:
+    def __init__(self, folder: Path, table: ParameterTable, stored: Mapping[str, StoredTensor] | None = None) -> None:
         """Checks that every parameter is there with the right shape and a float dtype.
+
+        Args:
+            stored: what the folder holds, if the caller has looked already.
 
         Raises:
             CometError: names the file or the parameter that is wrong.
         """
-        stored = _renamed(find_tensors(folder), table)
+        stored = _renamed(find_tensors(folder) if stored is None else stored, table)
         missing = [name for name in table.shapes if name not in stored]
         if missing:
             raise CometError(

@@ -292,7 +292,7 @@ def test_packed_and_quantized_models_are_refused_with_a_remedy(tmp_path):
     edit_config(tmp_path / "m", quantization_config={"quant_method": "comet", "format_version": 1})
     text = message(resolve_model, str(tmp_path / "m"))
     assert "already packed by COMET" in text and "comet eval" in text
-    for quantization in ({"quant_method": "gptq", "bits": 4}, {"bits": 4}, "fp8"):
+    for quantization in ({"quant_method": "fp8", "bits": 8}, {"bits": 4}, "fp8"):
         edit_config(tmp_path / "m", quantization_config=quantization)
         assert "already quantized" in message(resolve_model, str(tmp_path / "m"))
 
