@@ -54,12 +54,12 @@ def reproduce(
 
     chosen = {"models": _names(models), "recipes": _names(recipes)}
     complaints: list[str] = []
+
+    def known() -> list[dict[str, object]]:
+        own = read(out / "records.jsonl") if (out / "records.jsonl").exists() else []
+        return [*(read(records) if records is not None else []), *own]
+
     for table in loaded:
-
-        def known() -> list[dict[str, object]]:
-            own = read(out / "records.jsonl") if (out / "records.jsonl").exists() else []
-            return [*(read(records) if records is not None else []), *own]
-
         found = cells(table, known(), **chosen)
         missing = [cell for cell in found if cell.here and not cell.records]
         if dry_run:
@@ -79,6 +79,14 @@ def reproduce(
             console.data(str(path))
         values = {(cell.model, cell.row.label): cell.value("perplexity") for cell in found}
         complaints += check(table, {place: value for place, value in values.items() if value is not None})
+    if not dry_run:
+        from comet_core.bits_plot import bits_plot, bits_table
+
+        everything = known()
+        (out / "bits.md").write_text(bits_table(everything) + "\n", encoding="utf-8")
+        console.data(str(out / "bits.md"))
+        if bits_plot(everything, out / "bits.png"):
+            console.data(str(out / "bits.png"))
     if complaints:
         raise CometError("; ".join(complaints), "The figures above moved. Find out why, or state the new ones.")
 
