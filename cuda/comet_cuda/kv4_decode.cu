@@ -6,8 +6,8 @@
 // are added in shared memory; if a sequence has several chunks, each leaves (maximum, sum, output) in `partial`, and the
 // last one to arrive, by an integer ticket, adds all in ascending order: the same bits every time.
 //
-// Definitions: those of kv4_attend.cuh, MIN_CTAS a multiprocessor.
-#include "comet/kv4_attend.cuh"
+// Definitions: those of kv4_attention.cuh, MIN_CTAS a multiprocessor.
+#include "comet/kv4_attention.cuh"
 
 using namespace comet;
 

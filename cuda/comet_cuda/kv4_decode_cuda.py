@@ -59,8 +59,8 @@ def decode_tiles(dim: int, page: int, softcap: bool) -> DecodeTiles:
 def plan_chunk(pairs: int, pages: int, sms: int) -> int:
     """Pages a chunk, for `pairs` sequences times kv heads of up to `pages` complete pages each.
 
-    Eight ctas a multiprocessor, but chunks of 8 to 32 pages: shorter ones cost more than they balance, longer ones leave
-    a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones.
+    Eight ctas a multiprocessor, but chunks of 8 to 32 pages: shorter ones cost more than they balance, longer ones
+    leave a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones.
     """
     if pairs * chunks_of(pages, 2 * WARPS) <= 2 * sms:
         return WARPS

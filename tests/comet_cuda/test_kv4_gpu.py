@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, kv4_append_ref
+from comet_cuda.kv4_append_cuda import kv4_append_gpu
 from comet_cuda.kv4_decode import kv4_decode, kv4_decode_ref
 from comet_cuda.kv4_layout import untile_pages
 from comet_cuda.kv4_prefill import kv4_prefill, kv4_prefill_ref
@@ -115,6 +116,10 @@ def test_the_cache_equals_the_reference(heads: int, dim: int, page: int, sinks: 
         q = torch.randn(k.shape[0], 2 * heads, dim).to(dtype)
         qkv = torch.cat((q, k, v), 1).flatten(1).cuda()
         assert torch.equal(rope_append(qkv, one, zero, ints(slot), ints(position), table, cache).cpu(), q)
+    assert_equal_caches(cache, expected, page)
+    cache = given.cache("cuda")
+    for k, v, slot, position in given.calls(1):
+        kv4_append_gpu(k.cuda(), v.cuda(), ints(slot), ints(position), table, *cache.tensors, max_new=1)
     assert_equal_caches(cache, expected, page)
 
 

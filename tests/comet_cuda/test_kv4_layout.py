@@ -11,7 +11,7 @@ from comet_cuda.kv4_layout import tile_pages, untile_pages
 
 
 def key_byte(slot: int, channel: int, dim: int) -> int:
-    """As `key_word` of kv4.cuh, plus the byte in the word."""
+    """As `key_word` of kv4_cache.cuh, plus the byte in the word."""
     vector, pieces = channel // 8, dim // 32
     lane, word = 4 * (slot % 32 // 4) + vector % 4, slot % 4 * pieces + vector // 4
     return slot // 32 * 16 * dim + word // 4 * 512 + lane * 16 + word % 4 * 4 + channel % 8 // 2

@@ -1,11 +1,11 @@
 // A warp's ring of 4-bit tiles in shared memory, filled by cp.async: a lane reads the codes that it copied itself, so no
 // barrier stands between; a page's scales and minima are read by other lanes, after __syncwarp.
 //
-// Definitions: those of kv4.cuh, STAGES of the ring.
+// Definitions: those of kv4_cache.cuh, STAGES of the ring.
 #pragma once
 
 #include "comet/async_copy.cuh"
-#include "comet/kv4.cuh"
+#include "comet/kv4_cache.cuh"
 
 namespace comet {
 

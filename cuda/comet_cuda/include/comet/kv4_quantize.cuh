@@ -1,7 +1,7 @@
 // Quantizing for the KV4 cache: one token's values by a warp, one page's keys by a cta. Bit-equal to kv4_append.py.
 #pragma once
 
-#include "comet/kv4.cuh"
+#include "comet/kv4_cache.cuh"
 
 namespace comet {
 
@@ -10,7 +10,7 @@ constexpr int kRows = 16;                 // tokens that a cta reads at once
 constexpr int kThreads = kRows * kVectors; // 2 * DIM
 constexpr int kWarps = kThreads / 32;
 constexpr int kLaneElements = kDim / 32;  // channels of a head that a lane holds
-static_assert(kThreads % 32 == 0, "whole warps");
+static_assert(kThreads % 32 == 0 && kVectors <= 32, "whole warps; a warp copies a key in one go");
 
 struct Range {
   float scale, minimum; // f16 numbers

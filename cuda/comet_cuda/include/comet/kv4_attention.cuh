@@ -11,7 +11,7 @@
 // Fragments: scores are [32 tokens, 8 q heads]. Lane 4 * g + t holds tokens 4 g + a (a = 0..3), heads 2 t and 2 t + 1;
 // the output [channels, 8 q heads]: channels 32 x + 4 g + i, the same heads.
 //
-// Definitions: those of kv4.cuh, NT (tiles of 8 q heads), SOFTCAP (0, 1).
+// Definitions: those of kv4_cache.cuh, NT (tiles of 8 q heads), SOFTCAP (0, 1).
 #pragma once
 
 #include "comet/kv4_ring.cuh"
@@ -204,9 +204,9 @@ template <typename Factors> struct PageQuery {
   __device__ __forceinline__ void set(const InShared& q, const char* scale, const char* minimum, float softmax,
                                       int lane) {
     const int t = lane % 4;
-    float constants[NT], starts[NT][4];
+    float constants[NT];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) constants[n] = starts[n][0] = starts[n][1] = starts[n][2] = starts[n][3] = 0.f;
+    for (int n = 0; n < NT; ++n) constants[n] = 0.f;
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const uint4 s4 = *reinterpret_cast<const uint4*>(scale + (32 * j + 8 * t) * 2);
@@ -234,7 +234,6 @@ template <typename Factors> struct PageQuery {
           const uint32_t pair = half_pair(x[i] * s[i], x[i + 4] * s[i + 4]);
           f[i] = i % 2 ? sixteenth(pair) : pair;
         }
-        mma_minus_eight(starts[n], f);
         factor(n, j) = make_uint4(f[0], f[1], f[2], f[3]);
       }
     }
@@ -242,10 +241,16 @@ template <typename Factors> struct PageQuery {
     for (int n = 0; n < NT; ++n) {
       constants[n] += __shfl_xor_sync(~0u, constants[n], 1);
       constants[n] += __shfl_xor_sync(~0u, constants[n], 2); // head g = lane / 4
+      float sum[4] = {};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        constant[n][i] = softmax * fmaf(starts[n][i], kUnit, __shfl_sync(~0u, constants[n], 8 * t + 4 * i));
+      for (int j = 0; j < kPieces; ++j) {
+        const uint4 f4 = factor(n, j);
+        const uint32_t f[4] = {f4.x, f4.y, f4.z, f4.w};
+        mma_minus_eight(sum, f);
       }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        constant[n][i] = softmax * fmaf(sum[i], kUnit, __shfl_sync(~0u, constants[n], 8 * t + 4 * i));
     }
   }
 
