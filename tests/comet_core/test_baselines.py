@@ -27,7 +27,8 @@ def models(put_through: Callable[..., Any], llama_config: Callable[..., Any]) ->
 
     def of(name: str) -> Any:
         if name not in made:
-            config = llama_config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+            shapes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+            config = llama_config(**shapes, tie_word_embeddings=True)
             made[name] = put_through(config, name)
         return made[name]
 
