@@ -26,7 +26,7 @@ from comet_core.results import Record, append
 from comet_core.runner import Runner, sample, split_chunks
 from comet_core.runner_model import RunnerModel, tensor_bytes
 from comet_core.runner_weights import random_runner, runner_from_packed
-from comet_core.serving_scheme import CHUNK, GIB, PAGE, SINKS, find_scheme, largest_batch, require_fit
+from comet_core.serving_scheme import CHUNK, GIB, PAGE, SINKS, find_scheme, largest_batch, packed_scheme, require_fit
 from comet_core.step_breakdown import summarize, trace
 from comet_cuda.errors import CometError
 
@@ -80,6 +80,8 @@ class ServingBench:
         self.scheme, self.device, self.seed, self.layers = find_scheme(scheme), torch.device(device), seed, layers
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.page, self.sinks, self.digest, self.share, self.command = PAGE, SINKS, None, share, command
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise CometError("no CUDA GPU is here", "shapes alone need none: comet bench --roofline")
         self.model: RunnerModel
         packed = Path(model)
         if is_packed(packed):
@@ -300,14 +302,6 @@ class ServingBench:
         graph, state = runner.captured(rows, uniform=self._uniform(position))
         state.write([1] * rows, range(rows), [position] * rows)
         return {"context": position + 1} | summarize(trace(graph.replay))
-
-
-def packed_scheme(recipe: Any) -> str:
-    """The name of the scheme that a recipe's packed model runs in: W4A4KV4, W4A16KV16, ..."""
-    bits = (recipe.weights.bits, recipe.activations.bits, recipe.kv_cache.bits)
-    return {(4, 4, 16): "W4Ax", (16, 16, 16): "16-bit", (16, 16, 4): "KV4", (8, 8, 16): "W8A8"}.get(
-        bits, "W{}A{}KV{}".format(*bits)
-    )
 
 
 def _between(points: Sequence[tuple[int, float]], context: int) -> float:

@@ -5,6 +5,7 @@ needs and what would fit. Runs verify the plan and step down where the allocator
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from comet_core.llama_shape import LlamaShape
 from comet_cuda.errors import CometError
@@ -46,6 +47,14 @@ def find_scheme(name: str) -> Scheme:
     if name not in SCHEMES:
         raise CometError(f"no scheme is called {name}", f"Schemes: {', '.join(SCHEMES)}.")
     return SCHEMES[name]
+
+
+def packed_scheme(recipe: Any) -> str:
+    """The name of the scheme that a recipe's packed model runs in: W4A4KV4, W4A16KV16, ..."""
+    bits = (recipe.weights.bits, recipe.activations.bits, recipe.kv_cache.bits)
+    return {(4, 4, 16): "W4Ax", (16, 16, 16): "16-bit", (16, 16, 4): "KV4", (8, 8, 16): "W8A8"}.get(
+        bits, "W{}A{}KV{}".format(*bits)
+    )
 
 
 @dataclass(frozen=True)
