@@ -60,7 +60,8 @@ def packed_format(folder: Path, quantization: Any) -> PackedFormat | None:
     """
     if not isinstance(quantization, dict) or quantization.get("quant_method") not in METHODS:
         return None
-    method, bits = quantization["quant_method"], quantization.get("bits", quantization.get("w_bit"))
+    method = quantization["quant_method"]
+    bits: Any = quantization.get("bits", quantization.get("w_bit"))
     group = quantization.get("group_size", quantization.get("q_group_size"))
     version = str(quantization.get("checkpoint_format" if method == "gptq" else "version", "")).lower()
     readable = {"gptq": {"", "gptq", "gptq_v2"}, "awq": {"", "gemm"}}[method]
