@@ -130,6 +130,23 @@ def test_killed_at_every_change_of_the_folder(model: Any, tmp_path: Path) -> Non
     assert files(out) == whole
 
 
+def test_the_run_through_the_16_bit_model_survives_a_kill(
+    put_through: Callable[..., Any], llama_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """GPTQ that aims at the 16-bit model's outputs needs its hidden states, which pass finished layers again."""
+    from comet_core.recipe import load_recipe
+
+    recipe = load_recipe("w4a4kv4")
+    weights = replace(recipe.weights, inputs="quantized", target="sixteen", passes=1)
+    made = put_through(llama_config(num_hidden_layers=3), replace(recipe, weights=weights))
+    whole, out = files(made.packed), tmp_path / "out"
+    moments = Moments(out, 10)  # the second shard has its name, the third has not
+    assert in_child(lambda: (moments.arm(), made.pack(out))) == KILLED
+    assert sum(name.endswith(".safetensors") for name in os.listdir(out)) == 2
+    made.pack(out)
+    assert files(out) == whole
+
+
 def test_killed_while_replacing_a_finished_folder(model: Any, tmp_path: Path) -> None:
     """Packing into a finished folder starts anew; a kill while the old files go must not strand it."""
     whole, out = files(model.packed), tmp_path / "out"

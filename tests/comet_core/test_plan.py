@@ -15,8 +15,10 @@ from comet_core.plan import (
     choose_permutation,
     clip_values,
     place_int8_blocks,
+    search_clips,
     segments_for,
     spend_budget,
+    typical_units,
 )
 from comet_core.recipe import ActivationSpec, BlockSpec
 from comet_cuda.errors import CometError
@@ -88,6 +90,31 @@ def test_block_error_falls_with_bits_and_is_zero_for_zero_input() -> None:
     error4, error8 = block_error(x, grams, perm, 4, spec), block_error(x, grams, perm, 8, spec)
     assert error4[1] == 0 and bool((error8 <= error4).all()) and error8[0] < 0.02 * error4[0]
     assert clip_values(torch.tensor([4, 8], dtype=torch.uint8), spec).tolist() == pytest.approx([0.9, 1.0])
+
+
+def test_clips_are_those_with_the_least_output_error() -> None:
+    torch.manual_seed(0)
+    x, weight, perm = torch.randn(200, 256), torch.randn(20, 256), torch.arange(256).int()
+    x[:, :128] = x[:, :128].sign()  # all +-1: a clip would cut every value
+    spec = ActivationSpec(hadamard=False)
+    grams = block_grams(weight, perm, rotate=False)
+    clips = search_clips(x, grams, perm, spec)
+    assert clips[0] == 1.0 and clips[1] < 1.0
+    for clip in (0.7, 0.8, 0.9, 1.0):
+        error = block_error(x, grams, perm, 4, spec, clip)
+        best = torch.stack([block_error(x, grams, perm, 4, spec, float(c))[b] for b, c in enumerate(clips)])
+        assert bool((best <= error + 1e-12).all())
+
+
+def test_a_unit_is_the_typical_scale_over_the_mean_of_its_quad() -> None:
+    ranges = torch.tensor(
+        [[8.0, 1.0, 2.0, 3.0, 5.0, 5.0], [9.0, 2.0, 4.0, 6.0, 1.0, 3.0], [1.0, 0.0, 0.0, 0.0, 4.0, 4.0]]
+    )
+    bits = torch.tensor([8, 4, 4, 4, 4, 4], dtype=torch.uint8)
+    unit = typical_units(ranges, bits, torch.ones(6))
+    assert unit.tolist() == pytest.approx([1.0, 0.5, 1.0, 1.5, 1.0, 1.0])
+    halved = typical_units(ranges, bits, torch.tensor([1.0, 0.5, 0.5, 0.5, 1.0, 1.0]))
+    assert halved.tolist() == pytest.approx(unit.tolist()), "a clip that the whole quad shares moves nothing"
 
 
 def test_statistics_merge_as_if_seen_at_once() -> None:
