@@ -41,6 +41,9 @@ KEYS: dict[str, tuple[str, ...]] = {
         "model", "scheme", "engine", "batch", "prompt_tokens", "output_tokens", "tokens_per_s", "ttft_ms", "tpot_ms",
         "memory_gib", "provenance",
     ),
+    "step": (  # one decode step, traced: step_parts is what step_breakdown.summarize returns
+        "model", "scheme", "engine", "batch", "context", "layers", "step_parts", "provenance",
+    ),
 }  # fmt: skip
 
 TEXT, NO_TEXT, FLAG, OBJECT = "text", "text or null", "true or false", "an object"
@@ -51,11 +54,11 @@ KINDS = {  # key -> what its value must be
     **dict.fromkeys(("weight_symmetry", "baseline", "ablation"), NO_TEXT),
     **dict.fromkeys(("kv_quantized", "includes_quantize"), FLAG),
     **dict.fromkeys(("n", "k"), NO_NUMBER),
-    **dict.fromkeys(("seq_len", "m", "batch", "prompt_tokens", "output_tokens"), WHOLE),
+    **dict.fromkeys(("seq_len", "m", "batch", "prompt_tokens", "output_tokens", "context", "layers"), WHOLE),
     **dict.fromkeys(("value", "int4_mac_fraction", "median_us", "baseline_us", "speedup", "bound_fraction"), NO_NUMBER),
     **dict.fromkeys(("tokens_per_s", "ttft_ms", "tpot_ms", "memory_gib"), NO_NUMBER),
     "int4_fraction": NUMBER,
-    **dict.fromkeys(("protocol", "provenance"), OBJECT),
+    **dict.fromkeys(("protocol", "provenance", "step_parts"), OBJECT),
 }
 TYPES: dict[str, tuple[type, ...]] = {
     TEXT: (str,), NO_TEXT: (str, type(None)), FLAG: (bool,), OBJECT: (dict,),

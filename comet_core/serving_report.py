@@ -1,4 +1,5 @@
-"""e2e records -> the serving table and three pictures: throughput over batch, memory over context, parts of a step."""
+"""e2e and step records -> two tables (serving, parts of a step) and three pictures (throughput over batch, memory over
+context, parts of a step)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,9 +116,33 @@ def draw_memory(model: str, png: Path) -> Path:
     return _save(figure, png)
 
 
+def step_records(records: Sequence[Record]) -> list[Record]:
+    """Traced decode steps: the latest of each model, scheme, batch and context, out of step and e2e records."""
+    found = [r for r in records if r["kind"] == "step"]
+    for r in records:
+        if r["kind"] == "e2e" and "step_parts" in r:
+            found.append(r | {"context": r["step_parts"]["context"], "kind": "step"})
+    return latest(found, ("model", "layers", "scheme", "engine", "batch", "context"))
+
+
+def step_table(records: Sequence[Record]) -> str:
+    """Where a decode step's microseconds go, a row a traced step."""
+    rows = []
+    for r in step_records(records):
+        parts = r["step_parts"]
+        kinds = [parts["kinds"].get(kind, 0.0) for kind in ORDER]
+        layers = f"{r['model']}, {r['layers']} layers" if "layers" in r else r["model"]
+        rows.append(
+            [layers, f"{r['scheme']}, batch {r['batch']}, context {r['context']:,}", f"{parts['span_us']:,.0f}"]
+            + [f"{time:,.0f}" for time in kinds]
+            + [f"{parts['gaps']['sum_us']:,.0f}", f"{parts['gaps']['largest_us']:.1f}"]
+        )
+    return markdown(["model", "step", "us", *ORDER, "gaps", "largest gap"], rows)
+
+
 def draw_step_parts(records: Sequence[Record], png: Path) -> Path:
-    """The parts of a decode step, a bar a record that has them."""
-    found = [r for r in serving_records(records) if "step_parts" in r]
+    """The parts of a decode step, a bar a traced step."""
+    found = step_records(records)
     figure, axis = _axes("parts of a decode step")
     names = [f"{r['model']}\n{r['scheme']}, batch {r['batch']}" for r in found]
     bottom = [0.0] * len(found)

@@ -7,7 +7,7 @@ import torch
 
 from comet_core.bench_serving import ServingBench, _between, bench_serving
 from comet_core.results import check
-from comet_core.serving_report import draw_memory, draw_step_parts, draw_throughput, serving_table
+from comet_core.serving_report import draw_memory, draw_step_parts, draw_throughput, serving_table, step_table
 from comet_core.serving_scheme import SCHEMES, kv_bytes, weight_bytes
 from comet_core.step_breakdown import ATTENTION, GEMM, LM_HEAD, QUANTIZE, KernelRun, summarize, table
 from comet_cuda.errors import CometError
@@ -76,6 +76,14 @@ def test_random_cache_contents_stay_finite(bench: ServingBench) -> None:
     assert torch.isfinite(runner.decode_logits(runner.state(2))).all()
 
 
+PARTS = {
+    "kinds": {"GEMM": 5000.0, "attention": 3.0},
+    "gaps": {"sum_us": 1.0, "largest_us": 0.5},
+    "span_us": 5004.0,
+    "context": 1281,
+}
+
+
 def record(scheme: str, tokens_per_s: float, tpot_ms: float) -> dict:
     return {
         "kind": "e2e", "model": "llama-3-8b", "scheme": scheme, "engine": "comet", "batch": 64, "prompt_tokens": 1024,
@@ -93,11 +101,19 @@ def test_the_table_compares_with_16_bit_and_takes_the_latest() -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    parts = {"kinds": {"GEMM": 5.0, "attention": 3.0}, "gaps": {"sum_us": 1.0}}
-    found = [record("16-bit", 1000.0, 10.0), record("W4A4KV4", 2000.0, 4.0) | {"step_parts": parts}]
+    found = [record("16-bit", 1000.0, 10.0), record("W4A4KV4", 2000.0, 4.0) | {"step_parts": PARTS}]
     drawn = [
         draw_throughput(found, "llama-3-8b", (1024, 512), tmp_path / "a.png"),
         draw_memory("llama-2-7b", tmp_path / "b.png"),
         draw_step_parts(found, tmp_path / "c.png"),
     ]
     assert all(png.read_bytes().startswith(b"\x89PNG") for png in drawn)
+
+
+def test_traced_steps_come_from_both_kinds_of_record() -> None:
+    step = {key: record("W4A4KV4", 0, 0)[key] for key in ("model", "scheme", "engine", "batch", "provenance")}
+    step |= {"kind": "step", "context": 1281, "layers": 4, "step_parts": PARTS}
+    check(step)
+    lines = step_table([step, record("16-bit", 1000.0, 10.0) | {"step_parts": PARTS}]).splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| llama-3-8b, 4 layers | W4A4KV4, batch 64, context 1,281 | 5,004 | 5,000 | 3 |")
