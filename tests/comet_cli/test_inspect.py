@@ -69,20 +69,20 @@ def test_what_is_no_packed_folder_or_damaged(tmp_path: Path) -> None:
     assert "sha256" in err and "hint:" in err
 
 
+def completion(**variables: str) -> str:
+    """What `comet` prints when a shell asks it; independent of the shell that runs the tests."""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("cli", "cuda", "."))
+    code = "import sys; sys.argv = ['comet']\nfrom comet_cli.main import main\nmain()"
+    environment = os.environ | {"PYTHONPATH": paths} | variables
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+
 @pytest.mark.parametrize(("typed", "expected"), [("comet ins", "inspect"), ("comet inspect --ver", "--verify")])
 def test_bash_completes_commands_and_options(typed: str, expected: str) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("cli", "cuda", ".")),
-        "_COMET_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": str(len(typed.split()) - 1),
-    }
-    code = "import sys; sys.argv = ['comet']\nfrom comet_cli.main import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == [expected]
+    place = str(len(typed.split()) - 1)
+    assert completion(_COMET_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place).split() == [expected]
 
 
 def test_completion_can_be_installed() -> None:
-    code, out, _ = comet("--show-completion", "bash")
-    assert code == 0
-    assert "complete -o default" in out
+    assert "complete -o default" in completion(_COMET_COMPLETE="source_bash")
