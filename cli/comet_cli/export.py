@@ -25,6 +25,10 @@ def export(
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Round weights anew where the format cannot hold them as they are.")
     ] = False,
+    contiguous: Annotated[
+        bool,
+        typer.Option("--contiguous", help="No reordered groups, which newer vLLM refuses; rounds such linears anew."),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Write PACKED as a checkpoint that needs no COMET; says what is left out.
@@ -36,7 +40,8 @@ def export(
     from comet_core.integrations.compressed_tensors import export as write
 
     source = packed or last_packed()
-    done = write(source, out or source.with_name(f"{source.name}-{format}"), requantize=requantize)
+    target = out or source.with_name(f"{source.name}-{format}")
+    done = write(source, target, requantize=requantize, contiguous=contiguous)
     errors = list(done.requantized.values())
     if json:
         fields = {**vars(done), "folder": str(done.folder)}

@@ -2,7 +2,8 @@
 
 The same 4-bit codes, scales and zero points, laid out their way. Three things differ between the formats:
   - Permutations. Where the producer's rows carry one, nothing is left to do. Where channels are gathered at run time,
-    columns go back to the model's order and `weight_g_idx` says which group each belongs to (actorder: group).
+    columns go back to the model's order and `weight_g_idx` says which group each belongs to (actorder: group). Newer
+    vLLM (0.32, not 0.26) refuses that: `contiguous` rounds such a linear anew, in groups of neighbouring channels.
   - Groups of 128 that pad the last channels: a width that 128 does not divide (SmolLM2: 576) is written in groups of 64
     or 32, each pair or four with equal scales.
   - What that format cannot say: activations and KV cache in 4 bit are left out (16 bit instead); a weight that is
@@ -49,12 +50,13 @@ class Exported:
     left_out: list[str] = field(default_factory=list)  # in words
 
 
-def export(folder: Path, out: Path, *, requantize: bool = False) -> Exported:
+def export(folder: Path, out: Path, *, requantize: bool = False, contiguous: bool = False) -> Exported:
     """Write a compressed-tensors checkpoint of a packed folder, shard by shard.
 
     Args:
         folder: what `comet pack` wrote. out: a folder that does not exist or is empty.
         requantize: round rotated weights anew instead of refusing them.
+        contiguous: write no weight_g_idx; linears whose channels are gathered are rounded anew.
 
     Errors:
         CometError for rotated weights without `requantize`, 8-bit weights, or an output folder that is in use.
@@ -76,8 +78,9 @@ def export(folder: Path, out: Path, *, requantize: bool = False) -> Exported:
             if entry.weight_bits == 8:
                 continue
             check_linear(name, leaves, entry)
-            if entry.hadamard and bool((leaves["block_bits"] == 4).any()):
-                leaves, done.requantized[name] = _unrotated(leaves, entry)
+            rotated = entry.hadamard and bool((leaves["block_bits"] == 4).any())
+            if rotated or (contiguous and "perm" in leaves and _moves(leaves["perm"])):
+                leaves, done.requantized[name] = _rounded_anew(leaves, entry)
             else:
                 done.exact.append(name)
             size = _group_size(name, entry.in_features)
@@ -116,7 +119,7 @@ def linear_tensors(leaves: dict[str, Tensor], entry: LinearEntry, size: int) -> 
         return by_block.repeat_interleave(BLOCK // size, 1)[:, : width // size].contiguous()
 
     found = {"weight_scale": spread(scale.to(torch.bfloat16)), "weight_shape": torch.tensor([rows, width])}
-    if "perm" in leaves:
+    if "perm" in leaves and _moves(leaves["perm"]):
         inverse = leaves["perm"].long().argsort()
         codes = codes[:, inverse]
         found["weight_g_idx"] = (inverse // size).to(torch.int32)
@@ -171,12 +174,17 @@ def _left_out(manifest: Manifest) -> list[str]:
     return lost
 
 
-def _unrotated(leaves: dict[str, Tensor], entry: LinearEntry) -> tuple[dict[str, Tensor], float]:
-    """A rotated linear turned back and rounded to nearest in the model's own channel order; the error that this adds,
+def _moves(perm: Tensor) -> bool:
+    """Whether a permutation moves any channel."""
+    return not torch.equal(perm, torch.arange(perm.shape[0], dtype=perm.dtype))
+
+
+def _rounded_anew(leaves: dict[str, Tensor], entry: LinearEntry) -> tuple[dict[str, Tensor], float]:
+    """A linear turned back to the model's own channels and rounded to nearest in their order; the error that this adds,
     relative to the packed weight."""
     width, bits = entry.in_features, leaves["block_bits"]
     stored = weight_integers(leaves["qweight"], leaves.get("w_zero")) * leaves["w_scale"].float()[..., None]
-    weight = rotate_int4(stored, bits)  # the transform is its own inverse
+    weight = rotate_int4(stored, bits) if entry.hadamard else stored  # the transform is its own inverse
     if "act_unit" in leaves:
         weight = weight / leaves["act_unit"][None, :, None]
     weight = weight.flatten(1)[:, :width]

@@ -113,6 +113,20 @@ def test_rotated_weights_are_refused_or_rounded_anew_at_a_stated_loss(
         assert done.requantized[name] == pytest.approx(float(error), rel=1e-3)
 
 
+def test_contiguous_groups_round_gathered_linears_anew_and_keep_the_others(
+    weight_only: "Packed", tmp_path: Path
+) -> None:
+    done = export(weight_only.packed, tmp_path / "ct", contiguous=True)
+    tensors, model = stored(tmp_path / "ct"), load_packed(weight_only.packed).model
+    assert not any(name.endswith("g_idx") for name in tensors)
+    assert sorted(done.exact) == [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    for name, error in done.requantized.items():
+        exact = weight_of(model.get_submodule(name))
+        found = decoded(tensors, name, scheme_of(tmp_path / "ct", name))
+        assert float((found - exact).norm() / exact.norm()) == pytest.approx(error, rel=1e-3)
+        assert 0 <= error < 0.2  # a single group of 128 is found again exactly
+
+
 def rotated_weight(linear: Any) -> torch.Tensor:
     """The real weight of a linear whose INT4 blocks are rotated, by an explicit Hadamard matrix."""
     hadamard = torch.ones(1, 1)
