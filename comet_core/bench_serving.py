@@ -154,18 +154,20 @@ class ServingBench:
         """
         if prompt_tokens < 1 or output_tokens < 2:
             raise CometError(f"{prompt_tokens} prompt and {output_tokens} output tokens", "ask for at least 1 and 2")
+        largest, total = batch == "max", prompt_tokens + output_tokens
+        context = min(total + REPLAYS, max(total, self.model.most_positions))  # a timing may pass a short run's end
         while True:
-            runner = self.runner(batch, prompt_tokens + output_tokens)
+            runner = self.runner(batch, context)
             try:
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(self.device)
                 first, prefill = self._prefill(runner, prompt_tokens)
                 points, steps = self._decode(runner, prompt_tokens, output_tokens)
                 break
-            except torch.OutOfMemoryError:
-                if batch != "max":
-                    raise
-                batch = int(runner.batch * STEP_DOWN)
+            except torch.OutOfMemoryError as error:
+                if not largest or runner.batch == 1:
+                    raise CometError(f"batch {runner.batch} ran out of memory", "use --batch max") from error
+                batch = min(runner.batch - 1, int(runner.batch * STEP_DOWN))
                 del runner
         rows, decode = runner.batch, statistics.fmean(steps) * (output_tokens - 1)
         memory = runner.memory()
@@ -177,7 +179,7 @@ class ServingBench:
             "scheme": self.scheme.name,
             "engine": "comet",
             "batch": rows,
-            "batch_is_largest": batch == "max",
+            "batch_is_largest": largest,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
             "tokens_per_s": round(1000 * rows * output_tokens / (prefill + decode), 1),

@@ -1,12 +1,14 @@
 """Records of the end-to-end benchmark: their sums, their keys, what is refused; and the arithmetic of a trace."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from comet_core.bench_serving import ServingBench, _between, bench_serving
 from comet_core.results import check
+from comet_core.runner import Runner
 from comet_core.serving_report import draw_memory, draw_step_parts, draw_throughput, serving_table, step_table
 from comet_core.serving_scheme import SCHEMES, kv_bytes, weight_bytes
 from comet_core.step_breakdown import ATTENTION, GEMM, LM_HEAD, QUANTIZE, KernelRun, summarize, table
@@ -117,3 +119,28 @@ def test_traced_steps_come_from_both_kinds_of_record() -> None:
     lines = step_table([step, record("16-bit", 1000.0, 10.0) | {"step_parts": PARTS}]).splitlines()
     assert len(lines) == 4
     assert lines[2].startswith("| llama-3-8b, 4 layers | W4A4KV4, batch 64, context 1,281 | 5,004 | 5,000 | 3 |")
+
+
+def test_a_batch_that_runs_out_of_memory_steps_down(bench: ServingBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the cache does not fit, then a step: the record still is of the largest batch that ran."""
+    made, decode = Runner.__init__, ServingBench._decode
+
+    def scarce(self: Runner, *args: Any, batch: int, **named: Any) -> None:
+        if batch > 6:
+            raise torch.OutOfMemoryError("no memory")
+        made(self, *args, batch=batch, **named)
+
+    def scarcer(self: ServingBench, runner: Runner, *args: Any) -> Any:
+        if runner.batch > 4:
+            raise torch.OutOfMemoryError("no memory")
+        return decode(self, runner, *args)
+
+    monkeypatch.setattr(Runner, "__init__", scarce)
+    monkeypatch.setattr(ServingBench, "_decode", scarcer)
+    monkeypatch.setattr("comet_core.bench_serving.largest_batch", lambda *_: 8)
+    found = bench.measure("max", 4, 3)
+    assert found["batch"] == 4 and found["batch_is_largest"]
+    with pytest.raises(CometError, match="ran out of memory"):
+        bench.measure(5, 4, 3)
+    with pytest.raises(CometError, match="did not fit"):
+        bench.measure(7, 4, 3)
