@@ -1,7 +1,7 @@
 """KV4 on the GPU: what every launch checks, and the kernels that write the cache (kv4_append.cu).
 
-The cache and its page table travel as one struct (`Cache` of kv4_cache.cuh). Lengths, positions and pages stay on the GPU:
-the host knows shapes alone, so a launch can stand in a CUDA graph.
+The cache and its page table travel as one struct (`Cache` of kv4_cache.cuh). Lengths, positions and pages stay on the
+GPU: the host knows shapes alone, so a launch can stand in a CUDA graph.
 """
 
 import functools

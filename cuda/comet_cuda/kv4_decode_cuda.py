@@ -49,9 +49,9 @@ class DecodeTiles:
         return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 16
 
 
-def decode_tiles(dim: int) -> DecodeTiles:
-    """The compilation for heads of `dim` channels."""
-    return DecodeTiles(1, 3 if dim < 256 else 2, {64: 4, 96: 3, 128: 3, 256: 2}[dim])
+def decode_tiles(dim: int, page: int) -> DecodeTiles:
+    """The compilation for heads of `dim` channels; a ring is no longer than a page and a tile."""
+    return DecodeTiles(1, min(3 if dim < 256 else 2, 1 + page // 32), {64: 4, 96: 3, 128: 3, 256: 2}[dim])
 
 
 def plan_chunk(pairs: int, pages: int, sms: int) -> int:
@@ -128,7 +128,7 @@ def kv4_decode_gpu(
     if rows == 0:
         return out
     group = q_heads // heads
-    tiles = tiles or decode_tiles(dim)
+    tiles = tiles or decode_tiles(dim, page)
     device = q.get_device()
     kernel, shared, overlap, sms = _decode_kernel(device, q.dtype, dim, page, softcap > 0, tiles)
     head_tiles = -(-group // (8 * tiles.head_tiles))
@@ -161,7 +161,7 @@ def configurations(family: str) -> list[Configuration]:
         for dim in HEAD_DIMS:
             for page in (64, 128):
                 for softcap in (False, True):
-                    tiles = decode_tiles(dim)
+                    tiles = decode_tiles(dim, page)
                     defines = tiles.defines(element, dim, page, softcap)
                     found.append(Configuration(SOURCE, defines, (), tiles.shared_bytes(dim, page)))
     return found

@@ -1,5 +1,5 @@
 // All PTX of the KV4 kernels, one function an instruction: conversions, mma.sync, the transpose, dependent launch.
-// A CPU can stand in for this file and run the kernels (tests/comet_cuda/emulator.h).
+// On a CPU, tests/comet_cuda/emulator_ptx.h stands in for this file, and the kernels run there.
 #pragma once
 
 typedef unsigned char uint8_t;

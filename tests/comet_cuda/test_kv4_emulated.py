@@ -1,0 +1,197 @@
+"""The KV4 kernels' own source, run on a CPU by the emulator, against the references: what CI can see of them."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append_ref
+from comet_cuda.kv4_append_cuda import kv4_append_gpu, rope_append_gpu, rope_qk_gpu
+from comet_cuda.kv4_decode import kv4_decode_ref
+from comet_cuda.kv4_decode_cuda import kv4_decode_gpu
+from comet_cuda.kv4_layout import untile_pages
+from comet_cuda.kv4_prefill import kv4_prefill_ref
+from comet_cuda.kv4_prefill_cuda import kv4_prefill_gpu
+from comet_cuda.rope import rope_append_ref, rope_qk_ref
+
+_spec = importlib.util.spec_from_file_location("emulated", Path(__file__).with_name("emulated.py"))
+assert _spec is not None and _spec.loader is not None
+emulated = importlib.util.module_from_spec(_spec)
+sys.modules["emulated"] = emulated
+_spec.loader.exec_module(emulated)
+
+LENGTHS = (70, 1, 33)  # of the sequences in slots 1, 2, 3
+CASES = [(2, 64, 32, 0, torch.bfloat16), (1, 128, 32, 3, torch.float16), (1, 96, 64, 4, torch.bfloat16)]
+BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 1e-3}  # as on a GPU (test_kv4_gpu.py)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's kernels are compiled, once."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    emulated.emulate(monkeypatch, folder)
+
+
+def ints(values: object) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Tokens of all sequences, one after the other: k and v [N, H, D]."""
+
+    k: Tensor
+    v: Tensor
+    slot: Tensor
+    position: Tensor
+    table: Tensor
+    page: int
+    sinks: int
+
+    def cache(self) -> KV4Pages:
+        heads, dim = self.k.shape[1:]
+        return allocate_pages(
+            self.table.numel(), len(LENGTHS) + 1, heads, dim, self.page, self.sinks, self.k.dtype, "cpu"
+        )
+
+    def filled(self) -> KV4Pages:
+        cache = self.cache()
+        kv4_append_ref(self.k, self.v, self.slot, self.position, self.table, cache)
+        return cache
+
+
+def problem(heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype) -> Problem:
+    generator = torch.Generator().manual_seed(dim)
+    tokens = sum(LENGTHS)
+    offset = torch.randn(heads, dim, generator=generator) * 3
+    size = 10 ** (2 * torch.rand(tokens, 1, 1, generator=generator) - 2)
+    pages = -(-max(LENGTHS) // page)
+    return Problem(
+        (torch.randn(tokens, heads, dim, generator=generator) + offset).to(dtype),
+        (torch.randn(tokens, heads, dim, generator=generator) * size).to(dtype),
+        torch.cat([ints([r + 1] * n) for r, n in enumerate(LENGTHS)]),
+        torch.cat([ints(range(n)) for n in LENGTHS]),
+        torch.randperm((len(LENGTHS) + 1) * pages, generator=generator).view(-1, pages).int(),
+        page,
+        sinks,
+    )
+
+
+def assert_equal_caches(got: KV4Pages, expected: KV4Pages) -> None:
+    canonical = untile_pages(got)
+    for name in ("k_scale", "k_min", "k_codes", "v_scale", "v_min", "v_codes", "k_sink", "v_sink"):
+        assert torch.equal(getattr(canonical, name), getattr(expected, name)), name
+    for r, n in enumerate(LENGTHS):
+        slots = (n - expected.sinks - 1) % expected.page + 1 if n > expected.sinks else 0
+        assert torch.equal(got.k_open[r + 1, :, :slots], expected.k_open[r + 1, :, :slots])
+
+
+def error_of(got: Tensor, expected: Tensor) -> float:
+    assert bool(torch.isfinite(got).all())
+    return float((got.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("heads", "dim", "page", "sinks", "dtype"), CASES)
+def test_append(heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype) -> None:
+    given = problem(heads, dim, page, sinks, dtype)
+    expected = given.filled()
+    whole, rounds = given.cache(), given.cache()
+    kv4_append_gpu(given.k, given.v, given.slot, given.position, given.table, *whole.tensors)
+    assert_equal_caches(whole, expected)
+    angle = torch.zeros(max(LENGTHS), dim // 2)
+    for t in range(max(LENGTHS)):
+        now = given.position == t
+        k, v, slot, position = given.k[now], given.v[now], given.slot[now], given.position[now]
+        if t % 3:
+            kv4_append_gpu(k, v, slot, position, given.table, *rounds.tensors, max_new=1)
+            continue
+        qkv = torch.cat((torch.randn(k.shape[0], 2 * heads, dim).to(dtype), k, v), 1).flatten(1)
+        q = rope_append_gpu(
+            qkv, angle.cos(), angle.sin(), slot, position, given.table, *rounds.tensors, None, None, 0.0
+        )
+        assert torch.equal(q.flatten(1), qkv[:, : 2 * heads * dim])
+    assert_equal_caches(rounds, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "group", "window", "softcap"), [(0, 1, 0, 0.0), (0, 9, 40, 0.0), (1, 4, 0, 20.0), (2, 3, 1, 0.0)]
+)
+def test_decode(case: int, group: int, window: int, softcap: float) -> None:
+    heads, dim, page, sinks, dtype = CASES[case]
+    given = problem(heads, dim, page, sinks, dtype)
+    canonical, cache = given.filled(), given.cache()
+    kv4_append_gpu(given.k, given.v, given.slot, given.position, given.table, *cache.tensors)
+    q = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    slot, length = ints([1, -1, 2, 3]), ints([LENGTHS[0], 5, LENGTHS[1], LENGTHS[2]])
+    args = (slot, length, given.table)
+    expected = kv4_decode_ref(q.float(), *args, canonical, dim**-0.5, window, softcap)
+    for chunk in (4, 64):
+        got = kv4_decode_gpu(q, *args, cache.tensors, dim**-0.5, window, softcap, chunk=chunk)
+        assert not got[1].any()
+        for row in (0, 2, 3):
+            assert error_of(got[row], expected[row]) < BOUND[dtype], (row, chunk)
+
+
+def test_decode_in_several_chunks() -> None:
+    """Nine pages of 32 tokens in three chunks: partial outputs, tickets, the last cta's sum."""
+    torch.manual_seed(0)
+    heads, dim, page, tokens = 1, 64, 32, 300
+    cache, canonical = (allocate_pages(10, 1, heads, dim, page, 0, torch.bfloat16, "cpu") for _ in range(2))
+    table, slot = torch.randperm(10)[None].int(), ints([0] * tokens)
+    k, v = (torch.randn(tokens, heads, dim).bfloat16() for _ in range(2))
+    kv4_append_gpu(k, v, slot, ints(range(tokens)), table, *cache.tensors)
+    kv4_append_ref(k, v, slot, ints(range(tokens)), table, canonical)
+    q = torch.randn(1, 3, dim).bfloat16()
+    expected = kv4_decode_ref(q.float(), ints([0]), ints([tokens]), table, canonical, 0.125)
+    outputs = [kv4_decode_gpu(q, ints([0]), ints([tokens]), table, cache.tensors, 0.125, chunk=4) for _ in range(2)]
+    assert error_of(outputs[0], expected) < BOUND[torch.bfloat16] and torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "group", "window", "softcap"), [(0, 2, 0, 0.0), (0, 3, 20, 10.0), (1, 1, 0, 0.0), (2, 2, 30, 0.0)]
+)
+def test_prefill(case: int, group: int, window: int, softcap: float) -> None:
+    heads, dim, page, sinks, dtype = CASES[case]
+    given = problem(heads, dim, page, sinks, dtype)
+    q = torch.randn(sum(LENGTHS), heads * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected_cache, cache = given.cache(), given.cache()
+    done = [0] * len(LENGTHS)
+    for chunk in (45, 100):  # two calls: the second begins inside a page
+        sizes = [min(chunk, n - start) for n, start in zip(LENGTHS, done, strict=True)]
+        begins = [sum(LENGTHS[:r]) + done[r] for r in range(len(LENGTHS))]
+        rows = torch.cat([torch.arange(b, b + size) for b, size in zip(begins, sizes, strict=True)])
+        starts = ints([0, *torch.tensor(sizes).cumsum(0)])
+        parts = torch.cat((q, given.k, given.v), 1)[rows].split((heads * group, heads, heads), 1)
+        args = (starts, ints([1, 2, 3]), ints(done), given.table)
+        options = (dim**-0.5, window, softcap)
+        expected = kv4_prefill_ref(parts[0].float(), *parts[1:], *args, expected_cache, *options)
+        got = kv4_prefill_gpu(*parts, *args, cache.tensors, *options, max(sizes))
+        assert error_of(got, expected) < BOUND[dtype]
+        done = [start + size for start, size in zip(done, sizes, strict=True)]
+    assert_equal_caches(cache, expected_cache)
+
+
+def test_rope() -> None:
+    torch.manual_seed(0)
+    dim, q_heads, heads = 96, 3, 1
+    qkv = torch.randn(5, (q_heads + 2 * heads) * dim).bfloat16()
+    angle, weight = torch.rand(50, dim // 4), (torch.rand(dim) + 0.5).bfloat16()
+    position, cos, sin = ints([3, 49, 0, 7, 7]), angle.cos(), angle.sin()
+    for norm in (None, weight):
+        got, expected = qkv.clone(), qkv.clone()
+        rope_qk_gpu(got, cos, sin, position, q_heads, heads, norm, norm, 1e-6)
+        rope_qk_ref(expected, cos, sin, position, q_heads, heads, norm, norm, 1e-6)
+        assert error_of(got, expected.float()) < 2e-4
+        caches = [allocate_pages(10, 5, heads, dim, 32, 0, torch.bfloat16, "cpu") for _ in range(2)]
+        rope = (cos, sin, ints(range(5)), position, torch.arange(10).view(5, 2).int())
+        q = rope_append_gpu(qkv, *rope, *caches[0].tensors, norm, norm, 1e-6)
+        assert error_of(q, rope_append_ref(qkv, *rope, caches[1], norm, norm, 1e-6).float()) < 2e-4
+        assert torch.equal(untile_pages(caches[0]).v_codes, caches[1].v_codes)
