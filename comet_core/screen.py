@@ -1,0 +1,201 @@
+"""Many variants of a recipe, one after the other or a few at once -> eval records: how a lever earns its place.
+
+A file names a base recipe and, per variant, the keys that differ. Each variant is calibrated, packed and evaluated like
+any other recipe, under the name `base+variant`, in a process of its own, so that one that fails costs the others
+nothing. Variants whose record is in the file already (same recipe digest, model, text and windows) are left out, so a
+run that was cut off goes on.
+
+    python -m comet_core.screen results/ablations.yaml --model smollm2-135m --windows 40 --jobs 3 --record FILE
+
+On a GPU, processes share its time: three or four keep it busy, more only wait.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comet_core.model_source import resolve_model
+from comet_core.progress import SilentProgress
+from comet_core.recipe import Recipe, digest, load_recipe, recipe_from_dict, recipe_to_dict
+from comet_core.results import append, read
+from comet_cuda.errors import CometError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all variants of one run share."""
+
+    model: str
+    data: str
+    windows: int | None
+    seq_len: int
+    device: str
+    dtype: str  # of the evaluation
+    pack_dtype: str
+    compare: bool
+    record: Path
+
+
+def variants(file: Path) -> list[Recipe]:
+    """The recipes of an ablation file: `base: NAME` and `variants: {name: {section: {key: value}}}`.
+
+    Errors:
+        CometError for a file that cannot be read, an unknown key or a value out of range, naming the variant.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        base, changes = content["base"], dict(content["variants"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise CometError(
+            f"{file}: is no ablation file ({' '.join(str(error).split())})", "it holds `base` and `variants`"
+        ) from None
+    plain = recipe_to_dict(load_recipe(base))
+    found = []
+    for name, change in changes.items():
+        try:
+            found.append(recipe_from_dict(_changed(plain, change or {}) | {"name": f"{base}+{name}"}))
+        except CometError as error:
+            raise CometError(f"{file}: {name}: {error.message}", error.hint) from None
+    return found
+
+
+def _changed(plain: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(plain)
+    for section, values in change.items():
+        is_section = isinstance(values, dict) and isinstance(plain.get(section), dict)
+        merged[section] = plain[section] | values if is_section else values
+    return merged
+
+
+def measured_already(recipe: Recipe, setting: Setting) -> bool:
+    """Whether the record file holds this variant's perplexity."""
+    records = read(setting.record) if setting.record.exists() else []
+    wanted = (digest(recipe), setting.windows or "all", setting.seq_len, "perplexity")
+    return any(
+        (r["provenance"].get("recipe_digest"), r["windows"], r["seq_len"], r["metric"]) == wanted
+        and _is_called(r["model"], setting.model)
+        and _is_called(r["task"], setting.data)
+        for r in records
+        if r["kind"] == "eval"
+    )
+
+
+def _is_called(name: str, given: str) -> bool:
+    """Whether a record's name is that of what was given: an alias or a data set, or a folder or file by its path."""
+    return name in (given, Path(given).name, Path(given).stem)
+
+
+def measure(recipe: Recipe, setting: Setting) -> None:
+    """Calibrate, pack and evaluate one variant; append its records."""
+    from comet_core.calibrate import calibrate
+    from comet_core.evaluate import evaluate_perplexity
+    from comet_core.pack import pack
+
+    source, silent = resolve_model(setting.model), SilentProgress()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="comet-screen-") as home:
+        calibration, packed = Path(home) / "calibration", Path(home) / "packed"
+        how = {"device": setting.device, "dtype": setting.pack_dtype}
+        calibrate(source, recipe, calibration, **how, progress=silent)
+        pack(source, calibration, None, packed, **how, progress=silent)
+        packed_after = time.monotonic() - began
+        records = evaluate_perplexity(
+            packed,
+            data=setting.data,
+            windows=setting.windows,
+            seq_len=setting.seq_len,
+            device=setting.device,
+            dtype=setting.dtype,
+            compare=setting.compare,
+            progress=silent,
+        )
+    for record in records:
+        append(setting.record, record)
+    value = next(r["value"] for r in records if r["metric"] == "perplexity" and r["recipe"] == recipe.name)
+    seconds = f"{packed_after:.0f} s to pack, {time.monotonic() - began - packed_after:.0f} s to evaluate"
+    print(f"{setting.model}  {recipe.name}  perplexity {value:.3f}  ({seconds})", flush=True)
+
+
+def _try(recipe: Recipe, setting: Setting) -> None:
+    try:
+        measure(recipe, setting)
+    except CometError as error:
+        print(f"{recipe.name}: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def run(recipes: Sequence[Recipe], setting: Setting, jobs: int, seconds: float) -> int:
+    """Measure every variant, `jobs` at a time; none is started after `seconds`. Returns how many failed."""
+    began, waiting, failed = time.monotonic(), list(recipes), 0
+    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU of its parent
+    running: list[Any] = []
+    while waiting or running:
+        for process in [p for p in running if not p.is_alive()]:
+            running.remove(process)
+            failed += process.exitcode != 0
+        while waiting and len(running) < jobs and time.monotonic() - began < seconds:
+            process = context.Process(target=_try, args=(waiting.pop(0), setting))
+            process.start()
+            running.append(process)
+        if waiting and not running:
+            print(f"{len(waiting)} variants were not started in {seconds:.0f} s", file=sys.stderr)
+            return failed + len(waiting)
+        time.sleep(0.2)
+    return failed
+
+
+def _chosen(recipes: Sequence[Recipe], only: str | None) -> Iterator[Recipe]:
+    names = only.split(",") if only else None
+    for recipe in recipes:
+        if names is None or recipe.name.partition("+")[2] in names:
+            yield recipe
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m comet_core.screen", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--only", help="variants by name, separated by commas")
+    parser.add_argument("--data", default="wikitext2")
+    parser.add_argument("--windows", type=int)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--samples", type=int, help="calibration windows")
+    parser.add_argument("--sample-len", type=int, help="tokens a calibration window")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--pack-dtype", default="auto")
+    parser.add_argument("--compare", action="store_true", help="run the 16-bit model too: KL and top-1")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant after this time")
+    given = parser.parse_args(arguments)
+    from comet_core.recipe import with_calibration
+
+    setting = Setting(
+        given.model, given.data, given.windows, given.seq_len, given.device, given.dtype, given.pack_dtype,
+        given.compare, given.record,
+    )  # fmt: skip
+    try:
+        recipes = [
+            with_calibration(recipe, samples=given.samples, seq_len=given.sample_len)
+            for recipe in _chosen(variants(given.file), given.only)
+        ]
+        todo = [recipe for recipe in recipes if not measured_already(recipe, setting)]
+    except CometError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return 2
+    print(f"{len(recipes)} variants, {len(todo)} to measure", flush=True)
+    return 1 if run(todo, setting, given.jobs, given.seconds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
