@@ -144,3 +144,12 @@ def test_a_batch_that_runs_out_of_memory_steps_down(bench: ServingBench, monkeyp
         bench.measure(5, 4, 3)
     with pytest.raises(CometError, match="did not fit"):
         bench.measure(7, 4, 3)
+
+
+def test_a_packed_folder_serves_its_scheme_and_its_shapes_the_others(tiny: Any) -> None:
+    packed = ServingBench(str(tiny.packed), "W4A4KV4", device="cpu").measure(2, 8, 3)
+    assert "random" not in packed["weights"] and packed["provenance"]["recipe_digest"]
+    assert packed["int4_share"] < 1
+    sixteen = ServingBench(str(tiny.packed), "16-bit", device="cpu").measure(2, 8, 3)
+    assert "random weights" in sixteen["weights"] and sixteen["int4_share"] == 0
+    assert packed["model"] == sixteen["model"]
