@@ -70,7 +70,7 @@ reproduce-speed: setup  ## the paper's performance figures, on this GPU
 	$(PY) -m comet_cli reproduce-speed
 
 tables: setup  ## write README's tables anew from results/measured
-	$(PY) -m comet_core.results README.md
+	$(PY) -m comet_core.tables README.md
 
 clean:  ## remove build outputs and caches (not .venv, not runs/)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,21 +5,14 @@ are appended to a .jsonl file and never edited: a later record with the same ide
 windows, ...) replaces an earlier one in the tables, and both stay in the file. A value that is not finite is stored as
 null, since JSON has no word for it.
 
-`python -m comet_core.results README.md` writes the tables between a file's markers anew, from the
-records in results/measured beside it:
-
-    <!-- table: eval -->
-    ...
-    <!-- end: eval -->
+`tables.py` writes the tables between a file's markers anew.
 """
 
 import fcntl
 import json
 import math
 import os
-import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -261,39 +254,3 @@ def gemm_table(records: Iterable[Record]) -> str:
         "over",
     ]
     return markdown(header, rows)
-
-
-# marker name -> what stands between the markers
-TABLES: dict[str, Callable[[list[Record]], str]] = {"eval": eval_table, "gemm": gemm_table}
-
-
-def fill(text: str, records: list[Record]) -> str:
-    """`text` with the lines between each pair of markers replaced by the table of that name."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        text = pattern.sub(lambda _, b=begin, t=table, e=end: f"{b}\n{t(records)}\n\n{e}", text)  # type: ignore[misc]
-    unknown = set(re.findall(r"<!-- table: ([\w-]+) -->", text)) - set(TABLES)
-    if unknown:
-        raise CometError(f"no table named {', '.join(sorted(unknown))}", f"tables are {', '.join(TABLES)}")
-    return text
-
-
-def main(arguments: list[str]) -> int:
-    """Write the tables of the named files anew; records come from results/measured beside each."""
-    if not arguments:
-        print("usage: python -m comet_core.results README.md ...", file=sys.stderr)
-        return 2
-    try:
-        for name in arguments:
-            path = Path(name)
-            records = read(path.parent / "results" / "measured")
-            path.write_text(fill(path.read_text(encoding="utf-8"), records), encoding="utf-8")
-    except CometError as error:
-        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

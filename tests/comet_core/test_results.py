@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comet_core import results
+from comet_core import results, tables
 from comet_cuda.errors import CometError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,23 +131,23 @@ def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None
 
 def test_fill_replaces_only_what_stands_between_markers() -> None:
     text = "before\n<!-- table: eval -->\nold\n<!-- end: eval -->\nafter\n"
-    filled = results.fill(text, [eval_record()])
+    filled = tables.fill(text, [eval_record()])
     assert filled.startswith("before\n<!-- table: eval -->\n\n| model |")
     assert filled.endswith("<!-- end: eval -->\nafter\n")
     assert "old" not in filled
-    assert results.fill(filled, [eval_record()]) == filled
+    assert tables.fill(filled, [eval_record()]) == filled
     with pytest.raises(CometError, match="no table named sales"):
-        results.fill("<!-- table: sales -->", [])
+        tables.fill("<!-- table: sales -->", [])
 
 
 def test_main_writes_tables_and_reports_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- table: eval -->\n<!-- end: eval -->\n")
     results.append(tmp_path / "results" / "measured" / "eval.jsonl", eval_record())
-    assert results.main([str(page)]) == 0
+    assert tables.main([str(page)]) == 0
     assert "28.50" in page.read_text()
     page.write_text("<!-- table: nothing -->\n")
-    assert results.main([str(page)]) == 2
+    assert tables.main([str(page)]) == 2
     assert "error: no table named nothing" in capsys.readouterr().err
 
 
@@ -164,7 +164,7 @@ def test_provenance_names_code_machine_and_moment_without_local_folders(monkeypa
 def test_readme_tables_are_the_generated_ones() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     records = results.read(ROOT / "results" / "measured")
-    assert results.fill(text, records) == text, "run: make tables"
+    assert tables.fill(text, records) == text, "run: make tables"
 
 
 def test_paper_tables_are_whole() -> None:

@@ -1,0 +1,59 @@
+"""Records -> the tables of a markdown file, written between markers: `python -m comet_core.tables README.md`.
+
+    <!-- table: eval -->
+    ...
+    <!-- end: eval -->
+
+Records come from results/measured beside the file. A test fails where README's tables are not the generated ones.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from comet_core.results import Record, eval_table, gemm_table, read
+from comet_core.serving_report import serving_table, step_table
+from comet_core.zero_shot_table import zero_shot_table
+from comet_cuda.errors import CometError
+
+# marker name -> what stands between the markers
+TABLES: dict[str, Callable[[list[Record]], str]] = {
+    "eval": eval_table,
+    "zero-shot": zero_shot_table,
+    "gemm": gemm_table,
+    "steps": step_table,
+    "serving": serving_table,
+}
+
+
+def fill(text: str, records: list[Record]) -> str:
+    """`text` with the lines between each pair of markers replaced by the table of that name."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        text = pattern.sub(lambda _, b=begin, t=table, e=end: f"{b}\n{t(records)}\n\n{e}", text)  # type: ignore[misc]
+    unknown = set(re.findall(r"<!-- table: ([\w-]+) -->", text)) - set(TABLES)
+    if unknown:
+        raise CometError(f"no table named {', '.join(sorted(unknown))}", f"tables are {', '.join(TABLES)}")
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Write the tables of the named files anew; records come from results/measured beside each."""
+    if not arguments:
+        print("usage: python -m comet_core.tables README.md ...", file=sys.stderr)
+        return 2
+    try:
+        for name in arguments:
+            path = Path(name)
+            records = read(path.parent / "results" / "measured")
+            path.write_text(fill(path.read_text(encoding="utf-8"), records), encoding="utf-8")
+    except CometError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
