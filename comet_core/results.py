@@ -30,6 +30,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "op", "arch", "path", "m", "n", "k", "int4_fraction", "weight_symmetry", "ablation", "includes_quantize",
         "median_us", "baseline", "baseline_us", "speedup", "bound_fraction", "provenance",
     ),
+    "fuzz": ("inputs", "seed", "refused", "loaded", "failures", "provenance"),  # tests/fuzz/campaign.py
     "e2e": (
         "model", "scheme", "engine", "batch", "prompt_tokens", "output_tokens", "tokens_per_s", "ttft_ms", "tpot_ms",
         "memory_gib", "provenance",
