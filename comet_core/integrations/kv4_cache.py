@@ -3,7 +3,8 @@
 transformers hands a layer's new keys and values to the cache and the cache's answer to the attention function. This
 cache answers with the new tokens alone and its own layer attached, so that kv_cache.py's attention comes back here
 with query and mask: one prompt in one shot runs the same function as scoring does; everything after reads the pages,
-one page of queries at a time, which is the rule of kv_cache.py word by word. On a GPU single tokens go through the ops.
+one page of queries at a time, which is the rule of kv_cache.py word by word. `decode` is the same for single tokens
+through the ops kv4_append and kv4_decode; it is off (`DECODE_OPS`) until its test has passed on a GPU.
 
 B sequences, H kv heads, T tokens a page, D head dimension. Page p of sequence b has number p * B + b in the pool, so
 the pool grows at its end. Sequences that start in different columns (left padding) are served group by group.
@@ -26,6 +27,7 @@ from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, quantize
 from comet_cuda.kv4_decode import kv4_decode
 
 GROWTH = 8  # the pool grows by at least 1 / 8
+DECODE_OPS = False  # the kernels are measured; this file's use of them has run on a CPU only (test_integrations_gpu.py)
 POOLED = ("k_codes", "k_scale", "k_min", "v_codes", "v_scale", "v_min")  # fields of KV4Pages that are by page
 
 
@@ -98,7 +100,7 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
             raise CometError("the attention mask has gaps or pads on the right", "pad on the left to generate")
         past = self.tokens - key.shape[2]
         starts = getattr(mask, "comet_starts", [0] * query.shape[0])
-        if past and key.shape[2] == 1 and query.is_cuda:
+        if DECODE_OPS and past and key.shape[2] == 1 and query.is_cuda:
             return self.decode(query, key, value, starts, scale, softcap, window)
         out = (
             kv4_attention(query, key, value, mask, self.spec, scale, softcap) if past == 0 else torch.empty_like(query)
