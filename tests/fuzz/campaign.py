@@ -231,15 +231,8 @@ def main() -> int:
     if args.record:
         from comet_core.results import provenance
 
-        line = json.dumps(
-            {
-                "kind": "fuzz",
-                **found,
-                "provenance": provenance(
-                    f"python tests/fuzz/campaign.py --count {args.count} --seed {args.seed}", seed=args.seed
-                ),
-            }
-        )
+        command = f"python tests/fuzz/campaign.py --count {args.count} --seed {args.seed}"
+        line = json.dumps({"kind": "fuzz", **found, "provenance": provenance(command, seed=args.seed)})
         with args.record.open("a", encoding="utf-8") as sink:
             sink.write(line + "\n")
     return 1 if found["failures"] else 0
