@@ -26,7 +26,7 @@ _spec.loader.exec_module(emulated)
 
 LENGTHS = (70, 1, 33)  # of the sequences in slots 1, 2, 3
 CASES = [(2, 64, 32, 0, torch.bfloat16), (1, 128, 32, 3, torch.float16), (1, 96, 64, 4, torch.bfloat16)]
-BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 1e-3}  # as on a GPU (test_kv4_gpu.py)
+BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 1.6e-3}  # as on a GPU (test_kv4_gpu.py)
 
 
 @pytest.fixture(scope="module")
