@@ -79,9 +79,9 @@ class CometHfQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, entry in self.manifest.linears.items():
             linear = model.get_submodule(name)
             assert isinstance(linear, W4AxLinear)
-            leaves = {leaf: tensor.cpu() for leaf, tensor in linear.named_buffers(recurse=False)}
-            if all(tensor.device.type != "meta" for tensor in linear.buffers()):  # on the disk: seen when it is used
-                check_linear(name, leaves, entry)
+            leaves = dict(linear.named_buffers(recurse=False))
+            if all(tensor.device.type != "meta" for tensor in leaves.values()):  # else offloaded to the disk
+                check_linear(name, {leaf: tensor.cpu() for leaf, tensor in leaves.items()}, entry)
         _bind(model, "generate", _generate)
         _bind(model, "save_pretrained", _save_pretrained)
         return model

@@ -54,6 +54,14 @@ def test_device_map(tiny: "Packed", device_map: Any) -> None:
     same_logits(opened(tiny.packed, device_map=device_map), tiny.packed)
 
 
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_layers_on_the_disk(tiny: "Packed", tmp_path: Path, offload_buffers: bool) -> None:
+    inside = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    device_map = inside | {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    options = {"device_map": device_map, "offload_folder": tmp_path, "offload_buffers": offload_buffers}
+    same_logits(opened(tiny.packed, **options), tiny.packed)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_eight_bit_embedding_and_head(
     put_through: Callable[..., "Packed"], llama_config: Callable[..., Any], tied: bool, tmp_path: Path
