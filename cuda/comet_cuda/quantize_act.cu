@@ -11,7 +11,8 @@
 // STAGE (1; 0: rows do not fit in shared memory, gather from global memory),
 // SHARE (1: every block has its own scale; 4: the INT4 blocks of a quad share theirs up to powers of two; the four
 // blocks of a warp are one quad),
-// THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers).
+// THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers),
+// JOINT (1: the tokens of one 32-bit word are quantized together; 0: one after the other, in shorter code).
 #include "comet/codes.cuh"
 #include "comet/rows.cuh"
 
@@ -126,8 +127,9 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
   }
 }
 
-// Tokens of one 32-bit word, which are quantized together; each of their first lanes answers for one (Lane::token).
-constexpr int kJoint = kHalves;
+// Tokens that are quantized together; each of a block's first lanes answers for one of them (Lane::token).
+constexpr int kJoint = JOINT ? kHalves : 1;
+constexpr int kUnroll = JOINT ? TOKENS : 1;
 
 // A lane's place: which of the four blocks of its warp, and where among the eight lanes of that block.
 struct Lane {
@@ -210,9 +212,9 @@ struct Destination {
   template <bool kInt4> __device__ __forceinline__ void store_word(const Params& p, int t, int q, uint32_t data) const {
     const uint32_t offset = 8 * (q / 2) + 16 * (q % 2);
 #if OUT == 0
-    store_global(codes + size_t(t) * p.NB * kBlock + 4 * offset, data);
+    reinterpret_cast<uint32_t*>(codes + size_t(t) * p.NB * kBlock)[offset] = data;
 #elif OUT == 1 // rows are 128 bytes apart and their swizzles 16; TOKENS divides 8, so nothing carries
-    store_global(reinterpret_cast<char*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ (4 * offset)), data);
+    *reinterpret_cast<uint32_t*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ (4 * offset)) = data;
 #else
     const uint32_t at = word + t * kWords + offset;
     if (OUT == 2 && kInt4)
@@ -328,13 +330,13 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
   float factor[4] = {1.f, 1.f, 1.f, 1.f}; // what the rotation leaves to multiply
   if (kRotated) hadamard_factors(factor, at.lane);
 
-#pragma unroll
+#pragma unroll kUnroll
   for (int t0 = 0; t0 < TOKENS; t0 += kJoint) {
     float v[kJoint][kSlots];
 #pragma unroll
     for (int t = 0; t < kJoint; ++t) {
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) v[t][i] = token_of(words[i], t0 / kJoint, t);
+      for (int i = 0; i < kSlots; ++i) v[t][i] = token_of(words[i], (t0 + t) / kHalves, (t0 + t) % kHalves);
     }
     if (kRotated) {
 #pragma unroll
@@ -361,9 +363,9 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
         bool certain = quick;
         if (quick)
           certain = quick_codes(v[t], {by * factor[0], by * factor[1], by * factor[2], by * factor[3]}, pairs) && by < kUnusual;
-        if (!certain) exact_int4_codes_apart(v[t], factor, divisor, pairs);
+        if (!certain) exact_codes<4>(v[t], factor, divisor, pairs);
       } else {
-        exact_codes<8>(v[t], divisor, pairs);
+        exact_codes<8>(v[t], factor, divisor, pairs);
       }
       sums[t] = halves_sum(pairs);
       uint32_t e4m3 = e4m3_factor(4);

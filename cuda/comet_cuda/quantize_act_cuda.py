@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
-from comet_cuda.driver import BoundLaunch, empty_cuda
+from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
@@ -30,6 +30,7 @@ ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16:
 ELEMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 FUSE = {"none": 0, "rms_norm": 1, "silu_mul": 2}
 LAYOUTS = {"canonical": 0, "sm_90": 1, "sm_80": 2, "portable": 3}
+JOINT = 1  # tokens of a word together; 0: one by one, half the code (to be measured: bench_quantize.py)
 SHARES = (1, QUAD)  # blocks that share a scale up to powers of two
 THREADS = 256  # a cta
 MIN_CTAS = {2: 4, 4: 3, 8: 2}  # bytes of a gathered word -> ctas of 256 threads that registers must allow
@@ -75,8 +76,9 @@ def kernel_defines(
         "VECTOR": int(vector),
         "STAGE": int(stage),
         "SHARE": share,
+        "JOINT": JOINT,
         "THREADS": threads,
-        "MIN_CTAS": (MIN_CTAS[tokens * ELEMENT_BYTES[dtype]] - (fuse != "none")) * THREADS // threads,
+        "MIN_CTAS": (MIN_CTAS[tokens * ELEMENT_BYTES[dtype]] - (fuse != "none" or not stage)) * THREADS // threads,
     }
 
 
@@ -196,10 +198,6 @@ def _identity(channels: int, device: int) -> Tensor:
     return torch.arange(channels, dtype=torch.int32, device=torch.device("cuda", device))
 
 
-def _is_vector(tensor: Tensor, dtype: torch.dtype, size: int, device: int) -> bool:
-    return tensor.dtype is dtype and tensor.numel() == size and tensor.get_device() == device and tensor.is_contiguous()
-
-
 def launch(
     x: Tensor,
     perm: Tensor | None,
@@ -220,15 +218,21 @@ def launch(
     """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) into codes and scale, allocated by the caller."""
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
-    device, dtype = x.get_device(), x.dtype
-    blocks = block_bits.numel()
+    device, dtype, blocks = x.get_device(), x.dtype, block_bits.numel()
     if not (
         dtype in ELEMENTS
         and 0 <= blocks * BLOCK - channels < BLOCK
-        and _is_vector(block_bits, torch.uint8, blocks, device)
-        and _is_vector(clip, torch.float32, blocks, device)
-        and (perm is None or _is_vector(perm, torch.int32, channels, device))
-        and (unit is None or _is_vector(unit, torch.float32, blocks, device))
+        and block_bits.dtype is torch.uint8
+        and block_bits.get_device() == device
+        and block_bits.is_contiguous()
+        and clip.dtype is torch.float32
+        and clip.numel() == blocks
+        and clip.get_device() == device
+        and clip.is_contiguous()
+        and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
+        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
+        and (perm is None or perm.is_contiguous())
+        and (unit is None or unit.is_contiguous())
     ):
         raise _explain(x, channels, perm, block_bits, clip, unit)
     if rows == 0:
@@ -281,9 +285,7 @@ def quantize_act_gpu(
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act` on CUDA tensors."""
     x = as_rows(x, "quantize_act")
-    rows, blocks = x.shape[0], block_bits.numel()
-    codes = empty_cuda((rows, blocks, BLOCK), torch.int8, x)
-    scale = empty_cuda((rows, blocks), torch.float32, x)
+    codes, scale = _empty(x.shape[0], block_bits.numel(), "canonical").on(x.get_device())
     launch(x, perm, block_bits, clip, hadamard, codes, scale, "canonical", share, unit)
     return codes, scale
 
@@ -298,10 +300,19 @@ def tiled_shapes(rows: int, blocks: int, layout: str) -> tuple[tuple[int, int, i
     raise CometError(f"activation layout {layout!r}", "it must be sm_90, sm_80 or portable")
 
 
+@functools.lru_cache(maxsize=4096)
+def _empty(rows: int, blocks: int, layout: str) -> EmptyTensors:
+    """What one shape's results are allocated with."""
+    if layout == "canonical":
+        return EmptyTensors(((rows, blocks, BLOCK), torch.int8), ((rows, blocks), torch.float32))
+    codes, meta = tiled_shapes(rows, blocks, layout)
+    return EmptyTensors((codes, torch.uint8), (meta, torch.float32))
+
+
 def empty_tiled(x: Tensor, blocks: int, layout: str) -> tuple[Tensor, Tensor]:
     """Uninitialized codes and meta of the tiled form, for the rows of CUDA tensor x."""
-    codes, meta = tiled_shapes(x.shape[0], blocks, layout)
-    return empty_cuda(codes, torch.uint8, x), empty_cuda(meta, torch.float32, x)
+    codes, meta = _empty(x.shape[0], blocks, layout).on(x.get_device())
+    return codes, meta
 
 
 def quantize_act_tiled_ref(

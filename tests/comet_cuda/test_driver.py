@@ -124,9 +124,14 @@ def test_a_bound_launch_packs_its_struct(library: Driver, monkeypatch: pytest.Mo
         bound(0, 0, 0.0)
 
 
-def test_strides_are_those_of_contiguous_tensors() -> None:
-    for shape in ((), (3,), (2, 3, 4), (5, 0, 7), (0,), (1, 1)):
-        assert driver._strides(shape) == torch.empty(shape).stride()
+def test_empty_tensors_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(driver, "_empty_strided", lambda *kind: asked.append(kind) or torch.empty(0))
+    shapes = ((3,), (2, 3, 4), (5, 0, 7), (0,), (1, 1))
+    found = driver.EmptyTensors(*((shape, torch.uint8) for shape in shapes)).on(1)
+    assert len(found) == len(shapes)
+    assert asked == [(shape, torch.empty(shape).stride(), torch.uint8) for shape in shapes]
 
 
 def test_failures_are_explained(library: Driver) -> None:

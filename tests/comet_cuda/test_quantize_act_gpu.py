@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet_cuda import quantize_act_cuda
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import quantize_act_ref
@@ -133,6 +134,20 @@ class TestOnGpu:
                         assert torch.equal(codes, expected[0]) and torch.equal(scale, expected[1]), (case, layout)
                         assert torch.equal(total, expected[0].float().sum(-1)), (case, layout)
 
+    def test_tokens_one_by_one_equal_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel's other form, which the launcher does not use yet."""
+        monkeypatch.setattr(quantize_act_cuda, "JOINT", 0)
+        quantize_act_cuda._bound.cache_clear()
+        for share, mix in ((1, "mixed"), (4, "mixed"), (4, "half")):
+            x, perm, bits, clip = problem(600, 4096, torch.bfloat16, mix, gathered=True)
+            for layout in LAYOUTS:
+                got = quantize_act_tiled(x, perm, bits, clip, True, layout, share)
+                wanted = quantize_act_tiled_ref(x, perm, bits, clip, True, layout, share)
+                if layout == "sm_80":  # the second half of an INT4 block's bytes is not used
+                    got, wanted = untile(layout, *got, 600, bits), untile(layout, *wanted, 600, bits)
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (share, mix, layout)
+        quantize_act_cuda._bound.cache_clear()
+
     def test_values_at_rounding_boundaries(self) -> None:
         """Every code's boundary, from both sides: the lanes that take the exact way must agree with the rest."""
         bits, clip = torch.full((8,), 4, dtype=torch.uint8).cuda(), torch.ones(8).cuda()
@@ -210,7 +225,8 @@ class TestOnGpu:
         if share == 1:
             off = (codes.int() - expected_codes.int()).abs()
         else:  # codes come times 2^(4 - e), and a block may take its other neighbour for e: compare what they stand for
-            step = expected_codes.abs().masked_fill(expected_codes == 0, torch.inf).amin(-1, keepdim=True)
+            fixed = (expected_codes * 512).int()  # 4 - e >= -9: the lowest bit in the block is one step
+            step = torch.where(fixed == 0, 1 << 30, fixed & -fixed).amin(-1, keepdim=True) / 512
             off = ((codes * (scale / expected_scale)[..., None] - expected_codes) / step).abs().round()
         assert off.max() <= 1
         assert (off > 0).float().mean() <= 1e-4 + 4 / off.numel()

@@ -75,10 +75,6 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
-__device__ __forceinline__ void store_global(char* at, uint32_t word) {
-  asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
-}
-
 // ---- programmatic dependent launch (sm_90 and later; nothing before)
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
