@@ -255,3 +255,22 @@ def gemm_table(records: Iterable[Record]) -> str:
         "over",
     ]
     return markdown(header, rows)
+
+
+def attention_table(records: Iterable[Record]) -> str:
+    """Decode attention over the 4-bit cache, one row per heads, batch and context; `over` a baseline where one ran."""
+    key = ("arch", "op", "batch", "context", "q_heads", "kv_heads", "head_dim", "baseline")
+    chosen = [r for r in records if r["kind"] == "bench" and "kv4_decode" in r["op"] and all(k in r for k in key)]
+    rows = [
+        [
+            f"{r['op']}, {r['provenance'].get('gpu')}",
+            f"{r['q_heads']}/{r['kv_heads']} of {r['head_dim']}",
+            str(r["batch"]),
+            f"{r['context']:,}",
+            _figure(r["median_us"], 1),
+            _percent(r["bound_fraction"], 0),
+            f"{r['speedup']:.2f} x {r['baseline']}" if r["speedup"] else "no baseline in this run",
+        ]
+        for r in latest(chosen, key)
+    ]
+    return markdown(["op, GPU", "heads", "batch", "context", "us", "share of the bound", "over"], rows)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from comet_core.results import Record, eval_table, gemm_table, read
+from comet_core.results import Record, attention_table, eval_table, gemm_table, read
 from comet_core.serving_report import serving_table, step_table
 from comet_core.zero_shot_table import zero_shot_table
 from comet_cuda.errors import CometError
@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "eval": eval_table,
     "zero-shot": zero_shot_table,
     "gemm": gemm_table,
+    "attention": attention_table,
     "steps": step_table,
     "serving": serving_table,
 }

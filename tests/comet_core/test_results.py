@@ -117,16 +117,34 @@ def test_eval_table_puts_16_bit_first_and_takes_the_latest() -> None:
     assert table.count("dequantized from a 4-bit GGUF file") == 1
 
 
-def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None:
-    record = {
+def bench_record() -> results.Record:
+    return {
         "kind": "bench", "op": "w4ax_gemm", "arch": "sm_90a", "path": "p", "m": 4, "n": 128, "k": 128,
         "int4_fraction": 0.84, "weight_symmetry": "asymmetric", "ablation": None, "includes_quantize": False,
         "median_us": 1.0, "baseline": "cublas_bf16", "baseline_us": 2.0, "speedup": 9.0, "bound_fraction": 0.5,
         "provenance": {"gpu": "G"},
     }  # fmt: skip
+
+
+def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None:
+    record = bench_record()
     shapes = [record, record | {"speedup": 2.0}, record | {"n": 256, "speedup": 0.5}, record | {"op": "other"}]
     (row,) = results.gemm_table(shapes).splitlines()[2:]
     assert [cell.strip() for cell in row.split("|")][4:8] == ["4", "2", "1.00", "0.50 to 2.00"]
+
+
+def test_the_attention_table_says_when_there_was_no_baseline() -> None:
+    record = bench_record() | {
+        "op": "kv4_append+kv4_decode",
+        "batch": 64,
+        "context": 4096,
+        "q_heads": 32,
+        "kv_heads": 8,
+    }
+    record |= {"head_dim": 128, "bound_fraction": 0.67, "speedup": None, "baseline": None, "median_us": 76.4}
+    faster = record | {"context": 16384, "speedup": 2.5, "baseline": "cudnn"}
+    first, second = results.attention_table([record, faster, bench_record()]).splitlines()[2:]
+    assert "| 76.4 | 67% | no baseline in this run |" in first and "2.50 x cudnn" in second
 
 
 def test_fill_replaces_only_what_stands_between_markers() -> None:
