@@ -17,9 +17,11 @@ from comet_cuda.jit import CompiledKernel, compile_kernel
 from comet_cuda.weight_layout import ROW_TILE, record_bytes
 
 SOURCE = "w4ax_gemm_sm90.cu"
-ENTRY = "w4ax_gemm_sm90"
+QUADS_SOURCE = "w4ax_gemm_quads_sm90.cu"  # for activations whose scales are shared in quads of blocks
 ARCH = "sm_90a"
 TABLE = Path(__file__).with_name("tiles_sm90.json")
+FACTOR_SLOTS = 8  # of gemm_units_sm90.cuh
+ZERO_BYTES = 8192  # a row tile's zero points of 32 blocks, as halves
 SHARED_LIMIT = 232448  # bytes a cta may use: 227 KB
 OUT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -37,8 +39,19 @@ class Tiles:
     batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
     flight: int = 2  # products of a warpgroup under way at once
     zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
+    share: int = 1  # 4: the kernel for activations whose scales are shared in quads; takes zero_product
+    token_tiles: int = 1  # of `tokens`, a warpgroup and row tile (share 4)
+    turns: int = 0  # 1: the two warpgroups alternate at the tensor cores (share 4)
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
+
+    @property
+    def source(self) -> str:
+        return SOURCE if self.share == 1 else QUADS_SOURCE
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens * self.token_tiles
 
     @property
     def threads(self) -> int:
@@ -46,8 +59,10 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What the register file leaves each consumer thread, in steps of 8, when producers keep at least 32."""
-        return min(240, (self._registers_per_lane - 32) // self.row_wgs // 8 * 8)
+        """What the register file leaves each consumer thread, in steps of 8, when producers keep what they need."""
+        large = self.row_tiles * self.tile_tokens > 192  # whose sums need all that there is
+        producer = 32 if self.share == 1 or large else 56
+        return min(240, (self._registers_per_lane - producer) // self.row_wgs // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
@@ -59,17 +74,23 @@ class Tiles:
         return 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
 
     def stage_bytes(self, has_zero: bool) -> int:
-        size = self.tokens * (BLOCK + 8) + self.row_wgs * self.row_tiles * record_bytes(has_zero)
+        meta, record = (8, record_bytes(has_zero)) if self.share == 1 else (0, record_bytes(False))
+        size = self.tile_tokens * (BLOCK + meta) + self.row_wgs * self.row_tiles * record
         return -(-size // 1024) * 1024
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        terms = 2 * self.tokens * BLOCK * self.zero_product
-        return self.stage_bytes(has_zero) * self.stages + terms + 1024 + 16 * (self.stages + 2)
+        ring = self.stage_bytes(has_zero) * self.stages + 1024 + 16 * (self.stages + 2)
+        if self.share == 1:
+            return ring + 2 * self.tokens * BLOCK * self.zero_product
+        terms, factors = self.tile_tokens * BLOCK, FACTOR_SLOTS * (4 * self.tile_tokens + 16)
+        zeros = ZERO_BYTES * self.row_wgs * self.row_tiles
+        return ring + terms + factors + zeros + 512 * -(-self.tile_tokens // BLOCK)
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
-        """Preprocessor definitions of w4ax_gemm_sm90.cu."""
-        return {
+        """Preprocessor definitions of `source`."""
+        more: dict[str, int | str] = {"TOKEN_TILES": self.token_tiles, "TURNS": self.turns}
+        return (more if self.share > 1 else {}) | {
             "TOKENS": self.tokens,
             "ROW_WGS": self.row_wgs,
             "CLUSTER": self.cluster,
@@ -87,7 +108,7 @@ class Tiles:
 
     def kernel(self, has_zero: bool, out_dtype: torch.dtype) -> CompiledKernel:
         """Compile this variant, or find it in the cache."""
-        return compile_kernel(SOURCE, ENTRY, ARCH, self.defines(has_zero, out_dtype))
+        return compile_kernel(self.source, Path(self.source).stem, ARCH, self.defines(has_zero, out_dtype))
 
 
 @dataclass(frozen=True)
@@ -107,10 +128,11 @@ def tile_table() -> tuple[dict[str, int], ...]:
     return tuple(json.loads(TABLE.read_text())["rows"])
 
 
-def choose_tiles(tokens: int, rows: int, blocks: int) -> Tiles:
-    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
+def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1) -> Tiles:
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`); `share` as in TiledWeight."""
     for row in tile_table():
-        if tokens <= row.get("max_tokens", tokens) and rows * blocks * BLOCK <= row.get("max_weights", 1 << 62):
+        fits = tokens <= row.get("max_tokens", tokens) and rows * blocks * BLOCK <= row.get("max_weights", 1 << 62)
+        if fits and row.get("share", 1) in (1, share):
             return Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
     raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
 
@@ -118,7 +140,7 @@ def choose_tiles(tokens: int, rows: int, blocks: int) -> Tiles:
 def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) -> Plan:
     """Deal the output tiles to clusters; see comet/tile_schedule.cuh."""
     row_groups = -(-rows // (ROW_TILE * tiles.row_wgs * tiles.row_tiles * tiles.cluster))
-    count = row_groups * -(-tokens // tiles.tokens)
+    count = row_groups * -(-tokens // tiles.tile_tokens)
     clusters = (sm_count if tiles.cluster < 4 else sm_count // 4 * 4 - 4) // tiles.cluster
     waves, rest = divmod(count, clusters)
     if not tiles.stream or rest == 0:
@@ -129,6 +151,6 @@ def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) 
     ctas = clusters * tiles.cluster
     groups = ctas * tiles.row_wgs
     each, longer = divmod(stream_tiles * blocks, clusters)
-    schedule = (stream_tiles, count, row_groups, -(-tokens // tiles.tokens), tiles.band, blocks, each, longer)
-    partials = groups * tiles.row_tiles * ROW_TILE * tiles.tokens if stream_tiles else 0
+    schedule = (stream_tiles, count, row_groups, -(-tokens // tiles.tile_tokens), tiles.band, blocks, each, longer)
+    partials = groups * tiles.row_tiles * ROW_TILE * tiles.tile_tokens if stream_tiles else 0
     return Plan(tiles, ctas, schedule, partials, groups)

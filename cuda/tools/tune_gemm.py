@@ -3,6 +3,7 @@
     python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
     python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
     python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
+    python cuda/tools/tune_gemm.py quads --out FILE.jsonl      # the kernel for shared scales: check, then time
     python cuda/tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
 
 No time is printed for a variant whose output was not first compared with the reference, and found bit-equal over
@@ -10,6 +11,7 @@ repeated runs. Shapes are all linears with N * K >= 2^24 of the models of the pa
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -28,7 +30,14 @@ import torch
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.weight_layout import record_bytes, tile_activations_sm90, untile_weight_sm90, zero_terms_sm90
+from comet_cuda.w4ax_gemm_quads_sm90 import LARGE, SMALL, VARIANTS
+from comet_cuda.weight_layout import (
+    QUAD_EXPONENTS,
+    record_bytes,
+    tile_activations_sm90,
+    untile_weight_sm90,
+    zero_terms_sm90,
+)
 
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {  # (N, K): fused qkv, o, fused gate_up (or fc1), down (or fc2)
     "llama-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
@@ -57,12 +66,24 @@ def block_bits_for(blocks: int, fraction: float = INT4_FRACTION) -> torch.Tensor
     return bits
 
 
-def random_activations(m: int, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [M, NB, 128] and f32 [M, NB] on the GPU."""
+def random_activations(
+    m: int, bits: torch.Tensor, share: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """int8 [M, NB, 128] and f32 [M, NB] on the GPU, and f32 [M, ceil(NB / 4)] where quads share scales.
+
+    Their exponents take all allowed values for few tokens, and those that usual activations have for many.
+    """
     wide = torch.randint(-127, 128, (m, len(bits), 128), dtype=torch.int8, device="cuda")
     narrow = torch.randint(-7, 8, wide.shape, dtype=torch.int8, device="cuda")
     codes = torch.where((bits == 4).cuda()[None, :, None], narrow, wide)
-    return codes, torch.rand(m, len(bits), device="cuda") * 0.1 + 0.01
+    scale = torch.rand(m, len(bits), device="cuda") * 0.1 + 0.01
+    if share == 1:
+        return codes, scale, None
+    quad_scale = torch.rand(m, -(-len(bits) // 4), device="cuda") * 0.1 + 0.01
+    low, high = QUAD_EXPONENTS if m < 1000 else (-1, 1)
+    exponents = torch.randint(low, high + 1, scale.shape, device="cuda")
+    shared = quad_scale.repeat_interleave(4, 1)[:, : len(bits)] * torch.exp2(-exponents.float())
+    return codes, torch.where((bits == 4).cuda()[None], shared, scale), quad_scale
 
 
 def random_records(rows: int, blocks: int, has_zero: bool) -> torch.Tensor:
@@ -82,10 +103,10 @@ def terms_of(records: torch.Tensor, rows: int, bits: torch.Tensor) -> torch.Tens
 
 
 def reference(
-    x: Any, meta: Any, records: Any, terms: Any, m: int, rows: int, mask: Any, bias: Any = None
+    x: Any, meta: Any, records: Any, terms: Any, m: int, rows: int, mask: Any, share: int, bias: Any = None
 ) -> torch.Tensor:
     """float32 result from tiled operands."""
-    return gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32)
+    return gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32, share)
 
 
 def error_of(y: torch.Tensor, want: torch.Tensor) -> float:
@@ -102,19 +123,21 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}  # 
 def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options: Any) -> str:
     """Empty if right, else what is wrong. Output poisoned by construction of fresh memory; runs compared bit by bit."""
     has_zero, dtype = options.get("has_zero", True), options.get("dtype", torch.bfloat16)
-    codes, scale = random_activations(m, bits)
-    x, meta = tile_activations_sm90(codes, scale, bits)
+    share = options.get("share", 1)
+    codes, scale, quad_scale = random_activations(m, bits, share)
+    x, meta = tile_activations_sm90(codes, scale, bits, quad_scale)
     if m % 8:
         meta.view(len(bits), -1, 4, 2, 2)[:, -1].permute(0, 1, 3, 2).reshape(len(bits), 8, 2)[:, m % 8 :] = float("nan")
     records = random_records(rows, len(bits), has_zero)
     mask = gemm.int8_mask_words(bits)
     bias = torch.randn(rows, device="cuda") if options.get("bias") else None
     terms = terms_of(records, rows, bits)
-    want = reference(x, meta, records, terms, m, rows, mask, bias)
+    want = reference(x, meta, records, terms, m, rows, mask, share, bias)
     poison = torch.full((m, rows), float("nan"), dtype=dtype, device="cuda")
     del poison  # the caching allocator hands this memory to the output
     runs = [
-        gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, tiles) for _ in range(options.get("runs", 3))
+        gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, share, tiles)
+        for _ in range(options.get("runs", 3))
     ]
     torch.cuda.synchronize()
     error = error_of(runs[0], want)
@@ -126,8 +149,12 @@ def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options
 
 
 def exactness() -> list[str]:
-    """Worst-case integers with unit scales, float32 out: the sums must be the exact integers."""
+    """Worst-case integers with scales that are powers of two, float32 out: the sums must be the exact numbers.
+
+    With scales shared in quads, each of 16 tokens has one of the 16 exponents, subnormal e4m3 codes among them.
+    """
     problems = []
+    exponents = torch.arange(QUAD_EXPONENTS[0], QUAD_EXPONENTS[1] + 1)[:, None].expand(16, 3)
     for bits_value, low, high in ((4, -7, 7), (8, -127, 127)):
         bits = torch.full((3,), bits_value, dtype=torch.uint8)
         for name, codes in (
@@ -140,17 +167,20 @@ def exactness() -> list[str]:
             zero = torch.randint(0, 16, (64, 3), dtype=torch.uint8)
             zero[:8], zero[8:16] = 0, 15
             ones = torch.ones(64, 3, dtype=torch.bfloat16)
-            want = w4ax_gemm_ref(codes, torch.ones(16, 3), weight, ones, zero, bits, None, torch.float32)
-            x, meta = tile_activations_sm90(codes.cuda(), torch.ones(16, 3).cuda(), bits)
-            tiled = gemm.prepare_weight_sm90(weight.cuda(), ones.cuda(), zero.cuda(), bits)
-            y = gemm.launch(
-                x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32, Tiles(16)
-            )
-            wrong = int((y.cpu() != want).sum())
-            largest = want.abs().max().item()
-            print(f"exact integers, {bits_value}-bit, {name}: {wrong} of {want.numel()} differ; max {largest:.0f}")
-            if wrong:
-                problems.append(f"{bits_value}-bit {name}")
+            for share, tiles in ((1, Tiles(16)), (4, Tiles(16)), (4, Tiles(16, zero_product=1, share=4))):
+                scale = torch.exp2(-exponents.float()) if share == 4 and bits_value == 4 else torch.ones(16, 3)
+                want = w4ax_gemm_ref(codes, scale, weight, ones, zero, bits, None, torch.float32)
+                quad_scale = torch.ones(16, 1).cuda() if share == 4 else None
+                x, meta = tile_activations_sm90(codes.cuda(), scale.cuda(), bits, quad_scale)
+                tiled = gemm.prepare_weight_sm90(weight.cuda(), ones.cuda(), zero.cuda(), bits, share)
+                operands = (x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32)
+                y = gemm.launch(*operands, share, tiles)
+                wrong = int((y.cpu() != want).sum())
+                largest = want.abs().max().item()
+                case = f"{bits_value}-bit, {name}, share {share}, {'quads' if tiles.share == 4 else 'blocks'}"
+                print(f"exact integers, {case}: {wrong} of {want.numel()} differ; max {largest:.0f}")
+                if wrong:
+                    problems.append(case)
     return problems
 
 
@@ -186,13 +216,14 @@ def check() -> int:
 class Problem:
     """Operands of one shape and batch, several sets, and its cuBLAS time."""
 
-    def __init__(self, m: int, n: int, k: int, has_zero: bool = True) -> None:
+    def __init__(self, m: int, n: int, k: int, has_zero: bool = True, share: int = 1) -> None:
         self.m, self.n, self.k = m, n, k
         blocks = -(-k // 128)
         self.bits = block_bits_for(blocks)
         self.mask = gemm.int8_mask_words(self.bits)
-        codes, scale = random_activations(m, self.bits)
-        self.x, self.meta = tile_activations_sm90(codes, scale, self.bits)
+        self.share = share
+        codes, scale, quad_scale = random_activations(m, self.bits, share)
+        self.x, self.meta = tile_activations_sm90(codes, scale, self.bits, quad_scale)
         records = random_records(n, blocks, has_zero)
         self.bytes = records.numel() + self.x.numel() + 4 * self.meta.numel() + 2 * m * n
         self.sets = [records, *(records.clone() for _ in range(copies_for_cold_l2(records.numel()) - 1))]
@@ -200,12 +231,11 @@ class Problem:
         self.part = slice(0, columns)
         self.terms = terms_of(records, n, self.bits)
         part = (records[: -(-columns // 64)], self.terms[: -(-columns // 64)])
-        self.want = reference(self.x, self.meta, *part, m, columns, self.mask)
+        self.want = reference(self.x, self.meta, *part, m, columns, self.mask, share)
 
     def launcher(self, records: torch.Tensor, tiles: Tiles | None, pdl: bool) -> Callable[[], torch.Tensor]:
-        return lambda: gemm.launch(
-            self.x, self.meta, records, self.terms, None, self.m, self.n, self.mask, torch.bfloat16, tiles, pdl
-        )
+        rest = (None, self.m, self.n, self.mask, torch.bfloat16, self.share, tiles, pdl)
+        return lambda: gemm.launch(self.x, self.meta, records, self.terms, *rest)
 
     def time(self, tiles: Tiles | None, pdl: bool = True) -> float:
         """Microseconds, or infinity with the reason printed."""
@@ -266,7 +296,11 @@ def parse_variants(text: str) -> list[Tiles]:
 def short(tiles: Tiles) -> str:
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"
-    return text + " zp" * tiles.zero_product + " whole" * (not tiles.stream)
+    text += (
+        f" t{tiles.token_tiles}" * (tiles.token_tiles > 1) + " zp" * tiles.zero_product + " quads" * (tiles.share == 4)
+    )
+    text += " turns" * tiles.turns
+    return text + " whole" * (not tiles.stream)
 
 
 def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:
@@ -282,12 +316,12 @@ def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:
                 print(line)
 
 
-def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], pdl: bool) -> None:
+def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], pdl: bool, share: int) -> None:
     compile_all(tiles for m in batches for tiles in (given or candidates(m)))
     for m in batches:
         totals: dict[Tiles, list[float]] = {}
         for n, k in shapes:
-            problem = Problem(m, n, k)
+            problem = Problem(m, n, k, share=share)
             base, bound = problem.time_cublas(), problem.bound_us()
             print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x)")
             for tiles in given or candidates(m):
@@ -299,12 +333,57 @@ def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], 
             print(f"  m={m} mean {geometric_mean(ratios):5.3f}x  {short(tiles)}")
 
 
+def quad_problems() -> Iterable[str]:
+    """What is wrong with the kernel for shared scales, as it is found: worst-case integers, edges, repeated runs."""
+    yield from exactness()
+    mixed = (torch.rand(39, generator=torch.Generator().manual_seed(1)) < 0.4).to(torch.uint8) * 4 + 4
+    mixes = {
+        "all 4": block_bits_for(16, 1.0),
+        "all 8": block_bits_for(9, 0.0),
+        "84%": block_bits_for(70),
+        "mixed": mixed,
+    }
+    for tiles in dict.fromkeys(VARIANTS):
+        cases = [(name, m, 1023, True) for name in mixes for m in (1, 65, 300)]
+        cases += [("84%", 1024, 4096, True), ("mixed", 513, 2056, False), ("mixed", 9, 8, True)]
+        for name, m, rows, has_zero in cases:
+            wrong = verify(m, rows, mixes[name], tiles, share=4, bias=True, has_zero=has_zero)
+            if wrong:
+                yield f"{short(tiles)}: m={m} rows={rows} blocks {name} zero={has_zero}: {wrong}"
+        for dtype in (torch.float16, torch.float32):
+            if wrong := verify(70, 1023, mixed, tiles, share=4, dtype=dtype):
+                yield f"{short(tiles)}: {dtype}: {wrong}"
+    for tiles in (SMALL[0], LARGE[0]):
+        if wrong := verify(300, 4096, block_bits_for(32), tiles, share=4, runs=1000):
+            yield f"{short(tiles)}: 1000 runs: {wrong}"
+
+
+def quads(out: Path | None) -> None:
+    """Check all variants, stop at the first wrong one; then time them and the table's choice, a line each in `out`."""
+    compile_all(VARIANTS)
+    for problem in quad_problems():
+        sys.exit(f"WRONG: {problem}")
+    print("all variants are right")
+    with out.open("w") if out else open(os.devnull, "w") as file:
+        for m, variants in ((64, SMALL), (1024, LARGE), (256, LARGE), (4096, LARGE)):
+            for n, k in ((8192, 8192), (4096, 4096), (22016, 4096), (8192, 28672)):
+                case = Problem(m, n, k, share=4)
+                base = case.time_cublas()
+                for tiles in (gemm.choose_tiles(m, n, len(case.bits)), *variants):
+                    us = case.time(tiles)
+                    print(f"m={m} {n}x{k}: {short(tiles):36s} {us:9.2f} us  {base / us:5.2f}x", flush=True)
+                    line = {"m": m, "n": n, "k": k, "us": us, "cublas_us": base, "tiles": dataclasses.asdict(tiles)}
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                del case
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     logs = [log(max(value, 1e-9)) for value in values]
     return exp(sum(logs) / len(logs))
 
 
-def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], pdl: bool) -> None:
+def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], pdl: bool, share: int) -> None:
     def output_of(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
@@ -321,17 +400,17 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
     for m in batches:
         ratios = []
         for n, k in shapes:
-            problem = Problem(m, n, k)
+            problem = Problem(m, n, k, share=share)
             base, us, bound = problem.time_cublas(), problem.time(None, pdl), problem.bound_us()
             ratios.append(base / us)
-            tiles = gemm.choose_tiles(m, n, len(problem.bits))
+            tiles = gemm.choose_tiles(m, n, len(problem.bits), share)
             print(f"m={m} {n}x{k}: {us:.2f} us, cuBLAS {base:.2f}, {base / us:.2f}x, {bound / us:.1%}  {short(tiles)}")
             lines.append(
                 {
                     "kind": "bench",
                     "op": "w4ax_gemm",
                     "arch": "sm_90a",
-                    "path": "w4ax_gemm_sm90" + ("" if pdl else " without dependent launch"),
+                    "path": Path(tiles.source).stem + ("" if pdl else " without dependent launch"),
                     "m": m,
                     "n": n,
                     "k": k,
@@ -356,11 +435,12 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("check", "tune", "bench", "compile"))
+    parser.add_argument("verb", choices=("check", "tune", "bench", "compile", "quads"))
     parser.add_argument("--m", default=",".join(map(str, BATCHES)))
     parser.add_argument("--shapes", default="")
     parser.add_argument("--variants", default="")
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--share", type=int, default=1, choices=(1, 4), help="4: activation scales shared in quads")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(m) for m in args.m.split(",")]
@@ -372,10 +452,12 @@ def main() -> None:
     torch.manual_seed(0)
     if args.verb == "check":
         sys.exit(check() > 0)
-    if args.verb == "tune":
-        tune(batches, shapes, given, not args.no_pdl)  # type: ignore[arg-type]
+    if args.verb == "quads":
+        quads(args.out)
+    elif args.verb == "tune":
+        tune(batches, shapes, given, not args.no_pdl, args.share)  # type: ignore[arg-type]
     else:
-        bench(args.out, batches, shapes, not args.no_pdl)  # type: ignore[arg-type]
+        bench(args.out, batches, shapes, not args.no_pdl, args.share)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

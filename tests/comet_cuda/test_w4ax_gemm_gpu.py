@@ -33,6 +33,17 @@ def test_integers_are_exact() -> None:
     assert tune_gemm.exactness() == []
 
 
+def test_every_variant_for_shared_scales_is_right() -> None:
+    """Before any of them may enter tiles_sm90.json."""
+    assert list(tune_gemm.quad_problems()) == []
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_shared_scales_on_the_table_s_kernels(mix: str) -> None:
+    for m in (1, 16, 17, 64, 65, 300):
+        assert tune_gemm.verify(m, 1023, MIXES[mix], None, share=4, bias=True) == ""
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("m", BATCHES)
 def test_every_batch_and_block_mix(m: int, mix: str) -> None:
@@ -54,7 +65,7 @@ def test_runs_are_bit_equal_also_in_a_graph_and_compiled(m: int) -> None:
     scale = (torch.rand(4096, 32, device="cuda") * 0.02 + 0.01).to(torch.bfloat16)
     zero = torch.randint(0, 16, (4096, 32), dtype=torch.uint8, device="cuda")
     tiled = gemm.prepare_weight_sm90(weight, scale, zero, bits)
-    x, meta = tile_activations_sm90(*tune_gemm.random_activations(m, bits), bits)
+    x, meta = tile_activations_sm90(*tune_gemm.random_activations(m, bits)[:2], bits)
 
     def run() -> torch.Tensor:
         return gemm.w4ax_gemm_tiled(x, meta, tiled, m)

@@ -1,13 +1,29 @@
 """The sm_90a GEMM without a GPU: its op on the CPU, its checks, how it deals tiles, what the compiler makes of it."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from comet_cuda import jit
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles
-from comet_cuda.tiles_sm90 import OUT_KINDS, SHARED_LIMIT, Tiles, choose_tiles, make_plan, tile_table
+from comet_cuda.jit import INCLUDE_FOLDER
+from comet_cuda.tiles_sm90 import (
+    ARCH,
+    OUT_KINDS,
+    QUADS_SOURCE,
+    SHARED_LIMIT,
+    Tiles,
+    choose_tiles,
+    make_plan,
+    tile_table,
+)
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
+from comet_cuda.w4ax_gemm_quads_sm90 import LARGE, SMALL, VARIANTS
 from comet_cuda.w4ax_gemm_sm90 import int8_mask_words, launch, prepare_weight_sm90, w4ax_gemm_tiled
 from comet_cuda.weight_layout import tile_activations_sm90
 
@@ -38,6 +54,29 @@ def test_tiled_op_is_the_reference_on_tiled_operands(tokens: int, rows: int, has
         p["codes"], p["scale"], p["qweight"], p["w_scale"], p["w_zero"], BITS, p["bias"], torch.float32
     )
     assert torch.equal(y, want) and y.shape == (tokens, rows)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "has_zero"), [(0, 64, True), (1, 8, False), (16, 130, True)])
+def test_tiled_op_with_shared_scales_is_the_reference_on_untiled_data(tokens: int, rows: int, has_zero: bool) -> None:
+    p = problem(tokens, rows, has_zero)
+    g = torch.Generator().manual_seed(tokens)
+    quad_scale = torch.rand(tokens, 2, generator=g) + 0.1
+    exponent = torch.randint(-2, 14, (tokens, len(BITS)), generator=g)
+    shared = torch.ldexp(quad_scale.repeat_interleave(4, 1)[:, : len(BITS)], -exponent)
+    scale = torch.where((BITS == 4)[None], shared, p["scale"])
+    tiled = prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS, share=4)
+    x, meta = tile_activations_sm90(p["codes"], scale, BITS, quad_scale)
+    y = w4ax_gemm_tiled(x, meta, tiled, tokens, p["bias"], torch.float32)
+    want = w4ax_gemm_ref(p["codes"], scale, p["qweight"], p["w_scale"], p["w_zero"], BITS, p["bias"], torch.float32)
+    assert tiled.share == 4 and torch.equal(y, want)  # powers of two move between code and scale exactly
+    plain = prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS)
+    assert plain.share == 1 and torch.equal(plain.records, tiled.records)
+
+
+def test_a_share_that_does_not_exist_is_named() -> None:
+    p = problem(1, 64, True)
+    with pytest.raises(CometError, match="share is 2"):
+        prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS, share=2)
 
 
 def test_wrong_operands_are_named() -> None:
@@ -94,15 +133,95 @@ def table_variants() -> list[Tiles]:
     return [Tiles(**{name: value for name, value in row.items() if name in names}) for row in tile_table()]
 
 
+SCHEDULE_CHECK = r"""
+#include <algorithm>
+#include <cstdio>
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+#include "comet/tile_schedule.cuh"
+using namespace comet;
+int main() {
+    long walked = 0;
+    for (int blocks : {1, 3, 32, 86}) for (int clusters : {1, 5, 33}) for (int tiles : {1, 7, 64, 129})
+    for (int stream = 0; stream <= std::min(tiles, 2 * clusters); ++stream) {
+        const Schedule s{stream, tiles, tiles, 1, 8, blocks, stream * blocks / clusters, stream * blocks % clusters};
+        for (int cluster = 0; cluster < clusters; ++cluster) {
+            Worker worker(s, cluster, clusters);
+            Segment a, b;
+            int index = 0;
+            for (; worker.next(a); ++index, ++walked)
+                if (!find_segment(s, cluster, clusters, index, b) || a.tile != b.tile || a.first != b.first ||
+                    a.last != b.last)
+                    return std::printf("%d of %d: %d, blocks %d, stream %d of %d\n", cluster, clusters, index, blocks,
+                                       stream, tiles), 1;
+            if (find_segment(s, cluster, clusters, index, b)) return std::printf("goes on\n"), 1;
+        }
+    }
+    std::printf("%ld segments\n", walked);
+}
+"""
+
+
+def test_segments_by_number_are_those_of_the_walk(tmp_path: Path) -> None:
+    """comet/tile_schedule.cuh, compiled for the CPU."""
+    compiler = shutil.which("g++") or pytest.skip("needs g++")
+    (tmp_path / "check.cpp").write_text(SCHEDULE_CHECK)
+    command = [compiler, "-O1", f"-I{INCLUDE_FOLDER}", "-o", tmp_path / "check", tmp_path / "check.cpp"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout.split()[0]) > 10_000
+
+
+def log_of(tiles: Tiles, has_zero: bool) -> str:
+    """What the compiler says of a variant."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    assert nvrtc
+    flags = jit._options(ARCH, tiles.defines(has_zero, torch.bfloat16), ())
+    return jit._run_nvrtc(jit.read_sources(tiles.source), tiles.source, flags)[1]
+
+
+def check_compiled(tiles: Tiles, has_zero: bool) -> None:
+    log = log_of(tiles, has_zero)
+    assert "wgmma" not in log and "(C75" not in log, log  # such as: wgmma instructions are serialized
+    (resources,) = jit.parse_resources(log).values()
+    assert resources.spill_bytes == 0 and resources.stack_bytes == 0
+    assert resources.registers * tiles.threads * tiles.ctas_per_sm <= 65536
+    assert tiles.shared_bytes(has_zero) <= SHARED_LIMIT
+    assert (tiles.shared_bytes(has_zero) + 1024) * tiles.ctas_per_sm <= 228 * 1024
+
+
+@pytest.mark.parametrize("has_zero", [True, False])
+@pytest.mark.parametrize("tiles", [VARIANTS[0], SMALL[0], LARGE[4]], ids=lambda tiles: f"{tiles}")
+def test_variants_for_shared_scales_compile_without_spills_or_serialized_wgmma(tiles: Tiles, has_zero: bool) -> None:
+    check_compiled(tiles, has_zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_zero", [True, False])
+@pytest.mark.parametrize("tiles", dict.fromkeys(VARIANTS), ids=lambda tiles: f"{tiles}")
+def test_all_variants_for_shared_scales_compile(tiles: Tiles, has_zero: bool) -> None:
+    check_compiled(tiles, has_zero)
+
+
+def test_a_serialized_wgmma_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arithmetic on a product's registers while it is under way: the compiler must say that it serializes."""
+    sources = jit.read_sources(QUADS_SOURCE)
+    name = "comet/gemm_quads_sm90.cuh"
+    broken = sources[name].replace(
+        "wgmma_commit();\n            }", "wgmma_commit();\n            dots[i][0] += 1;\n            }", 1
+    )
+    assert broken != sources[name]
+    monkeypatch.setattr(jit, "read_sources", lambda _: sources | {name: broken})
+    assert "(C75" in log_of(SMALL[0], True)
+
+
 @pytest.mark.parametrize("tiles", table_variants(), ids=lambda tiles: f"n{tiles.tokens}x{tiles.row_tiles}")
 def test_table_variants_compile_without_spills_and_fit(tiles: Tiles) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
     for has_zero in (True, False):
-        resources = tiles.kernel(has_zero, torch.bfloat16).resources
-        assert resources.spill_bytes == 0 and resources.stack_bytes == 0
-        assert resources.registers * tiles.threads * tiles.ctas_per_sm <= 65536
-        assert tiles.shared_bytes(has_zero) <= SHARED_LIMIT
-        assert (tiles.shared_bytes(has_zero) + 1024) * tiles.ctas_per_sm <= 228 * 1024
+        check_compiled(tiles, has_zero)
 
 
 def test_last_table_row_takes_any_problem() -> None:

@@ -127,6 +127,12 @@ __device__ __forceinline__ void store_release(unsigned* at, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ float load_l2(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+
 __device__ __forceinline__ float4 load_l2(const float4* at) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
@@ -162,6 +168,14 @@ __device__ __forceinline__ unsigned load_shared_2(unsigned at) {
     unsigned short v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
     return v;
+}
+
+__device__ __forceinline__ void store_shared_2(unsigned at, unsigned x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<unsigned short>(x)) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_f4(unsigned at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned y) {

@@ -63,6 +63,27 @@ class Worker {
     int unit_, end_, tile_, clusters_;
 };
 
+// The same walk by number, for kernels that have no register to spare: made anew from constant memory each time.
+// False when there is no segment number `index`.
+__device__ __forceinline__ bool find_segment(
+    const Schedule& schedule, int cluster, int clusters, int index, Segment& segment) {
+    asm volatile("" : "+r"(cluster));  // or the compiler keeps what does not depend on `index`
+    const int unit = Worker::range_start(schedule, cluster), end = Worker::range_start(schedule, cluster + 1);
+    const int tile = unit / schedule.blocks + index;
+    const int start = tile * schedule.blocks;  // the tile's first unit
+    if (start < end && unit < end) {
+        segment.tile = tile;
+        segment.first = max(unit - start, 0);
+        segment.last = min(schedule.blocks, end - start);
+        return true;
+    }
+    const int streamed = unit < end ? (end - 1) / schedule.blocks - unit / schedule.blocks + 1 : 0;
+    segment.tile = schedule.stream_tiles + cluster + (index - streamed) * clusters;
+    segment.first = 0;
+    segment.last = schedule.blocks;
+    return segment.tile < schedule.tiles;
+}
+
 // Bands of row groups; inside a band the row groups change fastest.
 __device__ __forceinline__ void tile_place(const Schedule& schedule, int tile, int& row_group, int& token_tile) {
     const int per_band = schedule.band * schedule.token_tiles;

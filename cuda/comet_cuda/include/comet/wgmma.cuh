@@ -287,15 +287,24 @@ __device__ __forceinline__ void wgmma_k16_bf16(
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
 }
 
-// One block: four k32 steps along the 128 bytes of the swizzled rows, not yet committed.
-template <bool kInt8>
-__device__ __forceinline__ void wgmma_block(unsigned (&d)[TOKENS / 2], unsigned (&a)[4][4], unsigned long long b) {
-    // Pin A's computation before the fence: one sunk between two wgmma would make the compiler serialize them all.
+// Pin A's computation before the fence: one sunk between two wgmma would make the compiler serialize them all.
+__device__ __forceinline__ void pin(unsigned (&a)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+}
+
+// One block: four k32 steps along the 128 bytes of the swizzled rows, not yet committed; `a` is pinned.
+template <bool kInt8>
+__device__ __forceinline__ void wgmma_steps(unsigned (&d)[TOKENS / 2], const unsigned (&a)[4][4], unsigned long long b) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) wgmma_k32<kInt8>(d, a[step], b + 2 * step, step > 0);
+}
+
+template <bool kInt8>
+__device__ __forceinline__ void wgmma_block(unsigned (&d)[TOKENS / 2], unsigned (&a)[4][4], unsigned long long b) {
+    pin(a);
+    wgmma_steps<kInt8>(d, a, b);
 }
 
 }  // namespace comet
