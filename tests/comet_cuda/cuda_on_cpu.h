@@ -1,0 +1,161 @@
+#ifndef AFTER_THE_KERNEL
+// CUDA's language and intrinsics in plain C++, enough to run quantize_act.cu on a CPU: test_quantize_act_emulated.py
+// puts this file before the kernel and calls emulate() after it.
+//
+// A cta's threads are fibers of one thread. A shuffle or vote is a meeting of the 32 lanes of a warp: each leaves its
+// value and sleeps until the last one has come. PTX statements are replaced by calls of the functions in `emu`.
+#include <cmath>
+#include <cstring>
+#include <cstdio>
+#include <cstdlib>
+#include <ucontext.h>
+#include <vector>
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __CUDA_ARCH__ 900
+#define uint64_t emu_u64
+typedef unsigned int u32;
+struct dim3_ { int x, y, z; };
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct int4 { int x, y, z, w; };
+inline uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
+namespace emu {
+struct Warp { u32 in[32], out[32]; int arrived = 0; long generation = 0; };
+struct Fiber { ucontext_t context; dim3_ thread; bool done = false; Warp* warp; std::vector<char> stack; };
+inline Fiber* now; // the one that runs
+inline ucontext_t scheduler;
+inline dim3_ block, grid, threads;
+inline int cta_arrived;
+inline long cta_generation;
+inline void yield() { swapcontext(&now->context, &scheduler); }
+inline const u32* exchange(u32 v) {
+  Warp& w = *now->warp;
+  w.in[now->thread.x % 32] = v;
+  const long g = w.generation;
+  if (++w.arrived == 32) { memcpy(w.out, w.in, sizeof w.in); w.arrived = 0; ++w.generation; }
+  else while (w.generation == g) yield();
+  return w.out;
+}
+inline u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+inline float value(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+}
+#define threadIdx (emu::now->thread)
+#define blockIdx emu::block
+#define gridDim emu::grid
+#define blockDim emu::threads
+inline void __syncthreads() {
+  const long g = emu::cta_generation;
+  if (++emu::cta_arrived == emu::threads.x) { emu::cta_arrived = 0; ++emu::cta_generation; }
+  else while (emu::cta_generation == g) emu::yield();
+}
+inline float __uint_as_float(u32 u) { return emu::value(u); }
+inline u32 __float_as_uint(float f) { return emu::bits(f); }
+inline float __int_as_float(int u) { return emu::value(u32(u)); }
+inline int __float_as_int(float f) { return int(emu::bits(f)); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float a) { return expf(a); }
+inline float rsqrtf(float a) { return 1 / sqrtf(a); }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
+inline u32 __byte_perm(u32 a, u32 b, u32 s) {
+  const unsigned long long both = (unsigned long long)b << 32 | a; u32 r = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 n = s >> (4 * i) & 15; u32 v = u32(both >> (8 * (n & 7))) & 255;
+    if (n & 8) v = v & 128 ? 255 : 0;
+    r |= v << (8 * i);
+  }
+  return r;
+}
+inline u32 __shfl_xor_sync(u32, u32 v, int d) { return emu::exchange(v)[(threadIdx.x % 32) ^ d]; }
+inline int __shfl_xor_sync(u32 m, int v, int d) { return int(__shfl_xor_sync(m, u32(v), d)); }
+inline float __shfl_xor_sync(u32 m, float v, int d) { return emu::value(__shfl_xor_sync(m, emu::bits(v), d)); }
+inline float __shfl_sync(u32, float v, int src, int width) { const int l = threadIdx.x % 32; return emu::value(emu::exchange(emu::bits(v))[(l & ~(width - 1)) | (src & (width - 1))]); }
+inline int __shfl_sync(u32, int v, int src) { return int(emu::exchange(u32(v))[src]); }
+inline u32 __ballot_sync(u32, bool p) { const u32* o = emu::exchange(p); u32 r = 0; for (int i = 0; i < 32; ++i) r |= (o[i] ? 1u : 0u) << i; return r; }
+inline bool __all_sync(u32 m, bool p) { return __ballot_sync(m, p) == ~0u; }
+inline bool __any_sync(u32 m, bool p) { return __ballot_sync(m, p) != 0; }
+inline int4 __ldg(const int4* p) { return *p; }
+inline float __ldg(const float* p) { return *p; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 __viaddmin_s16x2_relu(u32 a, u32 b, u32 c) {
+  u32 r = 0;
+  for (int h = 0; h < 2; ++h) {
+    const short sum = short((a >> (16 * h)) + (b >> (16 * h))), top = short(c >> (16 * h));
+    short v = sum < top ? sum : top; if (v < 0) v = 0;
+    r |= u32((unsigned short)v) << (16 * h);
+  }
+  return r;
+}
+inline u32 __vimin3_u16x2(u32 a, u32 b, u32 c) {
+  u32 r = 0;
+  for (int h = 0; h < 2; ++h) r |= min(min(a >> (16 * h) & 0xFFFF, b >> (16 * h) & 0xFFFF), c >> (16 * h) & 0xFFFF) << (16 * h);
+  return r;
+}
+namespace emu {
+inline _Float16 half(u32 u) { unsigned short s = u; _Float16 h; memcpy(&h, &s, 2); return h; }
+inline u32 hbits(_Float16 h) { unsigned short s; memcpy(&s, &h, 2); return s; }
+template <class F> u32 pairwise(u32 a, u32 b, F f) { return hbits(f(half(a), half(b))) | hbits(f(half(a >> 16), half(b >> 16))) << 16; }
+inline u32 add_pair(u32 a, u32 b) { return pairwise(a, b, [](_Float16 x, _Float16 y) { return _Float16(double(x) + double(y)); }); }
+inline u32 mul_pair(u32 a, u32 b) { return pairwise(a, b, [](_Float16 x, _Float16 y) { return _Float16(double(x) * double(y)); }); }
+inline u32 minp(u32 a, u32 b) { return pairwise(a, b, [](_Float16 x, _Float16 y) { return x != x ? y : y != y ? x : x < y ? x : y; }); }
+inline u32 maxp(u32 a, u32 b) { return pairwise(a, b, [](_Float16 x, _Float16 y) { return x != x ? y : y != y ? x : x > y ? x : y; }); }
+inline u32 fma_pair(u32 a, u32 b, u32 c) {
+  auto f = [](u32 x, u32 y, u32 z) { return hbits(_Float16(double(half(x)) * double(half(y)) + double(half(z)))); };
+  return f(a, b, c) | f(a >> 16, b >> 16, c >> 16) << 16;
+}
+inline u32 e4m3(_Float16 h) {
+  const double x = double(h), m = fabs(x); const u32 sign = std::signbit(x) ? 0x80 : 0;
+  if (m == 0) return sign;
+  if (m > 448) return sign | 0x7E;
+  int e; frexp(m, &e); e -= 1; if (e < -6) e = -6;
+  const double unit = ldexp(1.0, e - 3); const double n = nearbyint(m / unit); // 8..16, or below 8 for subnormal
+  u32 code; if (n >= 16) code = u32(e + 1 + 7) << 3; else if (n >= 8) code = (u32(e + 7) << 3) | (u32(n) - 8); else code = u32(n);
+  return sign | code;
+}
+inline unsigned short e4m3_pair(u32 p) { return e4m3(half(p)) | e4m3(half(p >> 16)) << 8; }
+inline u32 bf16(float x) { u32 u = bits(x); if (x != x) return 0x7FFF; return (u + 0x7FFF + (u >> 16 & 1)) >> 16; }
+// rcp.approx may be off by a unit in the last place: here it is, two times out of three.
+inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; return value(bits(r) + (n++ % 3 - 1)); }
+}
+#endif
+
+// ---- after the kernel
+#ifdef AFTER_THE_KERNEL
+namespace emu {
+inline const Params* params;
+inline void body() {
+  quantize_act(*params);
+  now->done = true;
+  swapcontext(&now->context, &scheduler);
+}
+}
+char shared[1 << 18] __attribute__((aligned(1024)));
+extern "C" void emulate(const Params* p, int gx, int gy, int n) {
+  using namespace emu;
+  grid = {gx, gy, 1}; threads = {n, 1, 1}; params = p;
+  std::vector<Fiber> fibers(n);
+  for (auto& f : fibers) f.stack.resize(1 << 16);
+  for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; ++x) {
+    block = {x, y, 0}; cta_arrived = 0;
+    memset(shared, 0xFF, sizeof shared);
+    std::vector<Warp> warps(n / 32);
+    for (int i = 0; i < n; ++i) {
+      Fiber& f = fibers[i]; f.thread = {i, 0, 0}; f.done = false; f.warp = &warps[i / 32];
+      getcontext(&f.context); f.context.uc_stack.ss_sp = f.stack.data(); f.context.uc_stack.ss_size = f.stack.size(); f.context.uc_link = nullptr;
+      makecontext(&f.context, body, 0);
+    }
+    for (bool any = true; any;) { any = false; for (auto& f : fibers) if (!f.done) { any = true; now = &f; swapcontext(&scheduler, &f.context); } }
+  }
+}
+#endif

@@ -1,0 +1,224 @@
+"""quantize_act.cu itself, compiled by g++ and run on the CPU (cuda_on_cpu.h), equals the reference bit for bit.
+
+Slow and without timing, but it runs where there is no GPU, and it makes the hardware's approximate reciprocal as wrong
+as it may be.
+"""
+
+import ctypes
+import itertools
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from comet_cuda import quantize_act_cuda
+from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.jit import read_sources
+from comet_cuda.quantize_act import quantize_act_ref
+from comet_cuda.quantize_fused import rms_norm_quantize_ref, silu_mul_quantize_ref
+from comet_cuda.weight_layout import untile_activations_sm90
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
+)
+HERE = Path(__file__).parent
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-mfma", "-mf16c", "-fPIC", "-shared", "-w", "-fno-strict-aliasing"]
+PAIR = r'asm\("\{{\.reg \.b32.*?: "=h"\({0}\).*?"r"\((low|high)\).*?\);'
+SCALED = "emu::e4m3_pair(emu::mul_pair(emu::fma_pair({}, 0x78007800u, 0xA300A300u), factor))"
+PTX = (  # statement of the kernel -> what it means
+    (r'asm volatile\("ld\.global\.nc\.f32 .*?"l"\((.*?)\)\);', r"unit = *(\1);"),
+    (r'asm volatile\("" : .*?\);', ""),
+    (r'asm\("cvt\.rn\.bf16\.f32.*?\);', "h = emu::bf16(x);"),
+    (r'asm\("cvt\.f32\.f16.*?bits\)\)\);', "x = float(emu::half(bits));"),
+    (r'asm\("cvt\.rn\.f16\.f32.*?\);', "h = emu::hbits(_Float16(x));"),
+    (r'asm volatile\("ld\.global\.nc\.L1::no_allocate\.v\d.*?"l"\(p\)\);', "v = *p;"),
+    (r'asm volatile\("griddepcontrol.*?\);', ""),
+    (r'asm\("rcp.approx.*?\);', "r = emu::reciprocal(x);"),
+    (r'asm\("min\.f16x2.*?\);', "a = emu::minp(a, b);"),
+    (r'asm\("max\.f16x2.*?\);', "a = emu::maxp(a, b);"),
+    (
+        r'asm\("cvt\.rn\.f16x2\.f32.*?q\[0\]\)\);',
+        "pair = emu::hbits(_Float16(q[0])) | emu::hbits(_Float16(q[1])) << 16;",
+    ),
+    (r'asm\("add\.rn\.f16x2.*?\);', "pair = emu::add_pair(pair, 0x66006600u);"),
+    (PAIR.format("a"), f"a = {SCALED.format('low')};"),
+    (PAIR.format("b"), f"b = {SCALED.format('high')};"),
+    ("__shared__ float partial", "static float partial"),
+)
+
+
+def plain_source() -> str:
+    """The kernel and its headers as one C++ text."""
+    texts = read_sources(quantize_act_cuda.SOURCE)
+    order = ["comet/quantize.cuh", "comet/codes.cuh", "comet/rows.cuh", quantize_act_cuda.SOURCE]
+    assert sorted(order) == sorted(texts)
+    lines = [line for name in order for line in texts[name].splitlines() if not line.lstrip().startswith("#include")]
+    text = "\n".join(line for line in lines if not re.match(r"\s*#\s*pragma", line))
+    for pattern, meaning in PTX:
+        text, count = re.subn(pattern, meaning, text, flags=re.DOTALL)
+        assert count, f"{pattern} is not in the kernel"
+    assert "asm" not in re.sub(r"//.*", "", text), "PTX that the emulation does not know"
+    header = f'#include "{HERE / "cuda_on_cpu.h"}"\n'
+    return f"{header}{text}\n#define AFTER_THE_KERNEL\n{header}"
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """definitions -> the compiled kernel."""
+    folder, found = tmp_path_factory.mktemp("emulated"), {}
+
+    def compiled(defines: dict[str, int | str]) -> ctypes.CDLL:
+        key = str(sorted(defines.items()))
+        if key not in found:
+            source, library = folder / f"{len(found)}.cpp", folder / f"{len(found)}.so"
+            source.write_text(plain_source())
+            flags = [f"-D{name}={value}" for name, value in defines.items()]
+            subprocess.run(["g++", *FLAGS, *flags, str(source), "-o", str(library)], check=True)
+            found[key] = ctypes.CDLL(str(library))
+        return found[key]
+
+    return compiled
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """A copy whose address is a multiple of 1,024, like that of a GPU's allocator."""
+    size = tensor.numel() * tensor.element_size()
+    raw = torch.zeros(size + 1024, dtype=torch.uint8)
+    start = -raw.data_ptr() % 1024
+    copy = raw[start : start + size].view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, **how) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """codes and meta (and the summed residual) as the kernel leaves them; common: perm, bits, clip, hadamard, unit."""
+    perm, bits, clip, hadamard, unit = common
+    fuse, threads, stage = how.get("fuse", "none"), how.get("threads", 256), how.get("stage", True)
+    rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
+    blocks, vector = num_blocks(channels), channels % 4 == 0
+    defines = quantize_act_cuda.kernel_defines(
+        x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
+    ) | {"JOINT": how.get("joint", 1)}
+    if layout == "canonical":
+        out = [torch.zeros(rows, blocks, BLOCK, dtype=torch.int8), torch.zeros(rows, blocks)]
+    else:
+        codes, meta = quantize_act_cuda.tiled_shapes(rows, blocks, layout)
+        out = [torch.zeros(codes, dtype=torch.uint8), torch.zeros(meta)]
+    perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
+    residual, weight = how.get("residual"), how.get("weight")
+    summed = None if residual is None else torch.empty_like(residual)
+    given = [x, residual, summed, weight, perm, bits, clip, unit, *out]
+    held = [None if tensor is None else aligned(tensor) for tensor in given]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+    params = quantize_act_cuda._PARAMS.pack(*addresses, rows, channels, blocks, how.get("eps", 0.0))
+    covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
+    library = build(defines)
+    library.emulate(ctypes.c_char_p(params), -(-covered // tokens), how.get("splits", 1), threads)
+    found = [held[8], held[9], held[2]]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def problem(rows: int, channels: int, dtype: torch.dtype, mix: str, seed: int) -> tuple[Tensor, tuple]:  # type: ignore[type-arg]
+    """x with outliers, blocks of very different size, zeros, tiny and huge rows; perm, bits, clip, unit."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = num_blocks(channels)
+    size = torch.exp2(torch.randint(-9, 9, (blocks,), generator=generator).float())
+    x = torch.randn(rows, channels, generator=generator) * size.repeat_interleave(BLOCK)[:channels]
+    x[:, :: max(1, channels // 5)] *= 60
+    x[0, :BLOCK] = 0
+    if rows > 4:
+        x[2] = 0
+        if dtype == torch.float32:
+            x[3], x[4] = x[3] * 1e-28, x[4] * 1e30
+    bits = torch.full((blocks,), 4, dtype=torch.uint8)
+    bits[: round({"int4": 0, "mixed": 0.3, "half": 0.5, "int8": 1}[mix] * blocks)] = 8
+    if mix == "half":  # precisions that change inside a warp
+        bits = bits[torch.randperm(blocks, generator=generator)]
+    clip = torch.where(torch.arange(blocks) % 3 == 0, 1.0, 0.4 + 0.6 * torch.rand(blocks, generator=generator))
+    if mix == "mixed":
+        clip[-1] = 0.03  # too small for the quick way
+    unit = torch.exp2(torch.randn(blocks, generator=generator)).clamp(0.2, 5)
+    perm = None if mix == "half" else torch.randperm(channels, generator=generator).to(torch.int32)
+    return x.to(dtype), (perm, bits, clip, unit)
+
+
+def equal_to_the_reference(build, rows: int, channels: int, dtype: torch.dtype, mix: str, layout: str, **how) -> None:  # type: ignore[no-untyped-def]
+    share, hadamard, tokens = how.pop("share"), how.pop("hadamard"), how.pop("tokens")
+    x, (perm, bits, clip, unit) = problem(rows, channels, dtype, mix, seed=rows + channels)
+    got = run(build, x, (perm, bits, clip, hadamard, unit), layout, share, tokens, **how)
+    if layout == "canonical":
+        wanted = quantize_act_ref(x, perm, bits, clip, hadamard, share, unit)
+    else:
+        wanted = quantize_act_cuda.quantize_act_tiled_ref(x, perm, bits, clip, hadamard, layout, share, unit)
+    if layout == "sm_90":  # without the padding tokens
+        assert torch.equal(got[0], wanted[0])
+        got = untile_activations_sm90(*got, rows, bits, share)
+        wanted = untile_activations_sm90(*wanted, rows, bits, share)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (mix, layout, share, hadamard)
+
+
+MIXES = ("int4", "mixed", "half", "int8")
+
+
+@pytest.mark.parametrize("share", [1, 4])
+def test_the_usual_form_equals_the_reference(build, share: int) -> None:  # type: ignore[no-untyped-def]
+    for mix in MIXES:
+        how = {"share": share, "hadamard": True, "tokens": 2}
+        equal_to_the_reference(build, 9, 1408, torch.bfloat16, mix, "sm_90", **how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize("joint", [1, 0])
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "threads", "stage", "shape"),
+    [
+        (2, torch.bfloat16, 256, True, (9, 1408)),
+        (2, torch.bfloat16, 128, True, (6, 2560)),
+        (1, torch.bfloat16, 256, True, (5, 579)),
+        (1, torch.bfloat16, 256, False, (3, 640)),
+        (2, torch.float32, 256, True, (9, 896)),
+        (1, torch.float16, 256, True, (7, 1152)),
+    ],
+)
+def test_every_form_equals_the_reference(  # type: ignore[no-untyped-def]
+    build, tokens: int, dtype: torch.dtype, threads: int, stage: bool, shape: tuple[int, int], joint: int, share: int
+) -> None:
+    for layout, hadamard in itertools.product(("sm_90", "canonical", "sm_80", "portable"), (True, False)):
+        if layout in ("sm_80", "portable") and not hadamard:
+            continue
+        how = {"share": share, "hadamard": hadamard, "tokens": tokens, "threads": threads, "stage": stage}
+        for mix in MIXES:
+            equal_to_the_reference(build, *shape, dtype, mix, layout, **how, joint=joint, splits=1 + (mix == "int4"))
+
+
+@pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_fused_forms_differ_by_one_code_at_most(build, share: int) -> None:  # type: ignore[no-untyped-def]
+    rows, channels = 5, 640
+    x, (perm, bits, clip, unit) = problem(rows, channels, torch.bfloat16, "mixed", seed=1)
+    common = (perm, bits, clip, True, unit)
+    generator = torch.Generator().manual_seed(2)
+    weight = (1 + 0.1 * torch.randn(channels, generator=generator)).bfloat16()
+    residual = torch.randn(rows, channels, generator=generator).bfloat16()
+    how = {"fuse": "rms_norm", "residual": residual, "weight": weight, "eps": 1e-6}
+    *got, summed = run(build, x, common, "sm_90", share, 1, **how)
+    *wanted, wanted_sum = rms_norm_quantize_ref(x, residual, weight, 1e-6, *common[:4], "sm_90", share, unit)
+    assert torch.equal(summed, wanted_sum)
+    gate_up = torch.randn(rows, 2 * channels, generator=generator).mul(3).bfloat16()
+    silu = run(build, gate_up, common, "sm_90", share, 1, fuse="silu_mul")
+    wanted_silu = silu_mul_quantize_ref(gate_up, *common[:4], "sm_90", share, unit)
+    for mine, theirs in ((got, wanted), (silu, wanted_silu)):
+        codes, scale, total = untile_activations_sm90(*mine, rows, bits, share)
+        wanted_codes, wanted_scale, _ = untile_activations_sm90(*theirs, rows, bits, share)
+        assert torch.allclose(scale, wanted_scale, rtol=2**-7)  # one step of bf16 in the largest value
+        assert torch.equal(total, codes.float().sum(-1))
+        fixed = (wanted_codes.float() * 512).int()  # codes come times 2^-9 at least: the lowest bit is one step
+        step = torch.where(fixed == 0, 1 << 30, fixed & -fixed).amin(-1, keepdim=True) / 512
+        ratio = (scale / wanted_scale)[..., None]
+        off = ((codes.float() * ratio - wanted_codes.float()) / step).abs().round()
+        assert off.max() <= 1 and (off > 0).float().mean() <= 1e-4 + 4 / off.numel()
