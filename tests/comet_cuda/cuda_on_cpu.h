@@ -16,7 +16,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __CUDA_ARCH__ 900
+#define __CUDA_ARCH__ ARCH
 #define uint64_t emu_u64
 typedef unsigned int u32;
 struct dim3_ { int x, y, z; };

@@ -102,7 +102,7 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     blocks, vector = num_blocks(channels), channels % 4 == 0
     defines = quantize_act_cuda.kernel_defines(
         x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
-    ) | {"JOINT": how.get("joint", 1)}
+    ) | {"JOINT": how.get("joint", 1), "ARCH": how.get("arch", 900)}
     if layout == "canonical":
         out = [torch.zeros(rows, blocks, BLOCK, dtype=torch.int8), torch.zeros(rows, blocks)]
     else:
@@ -169,6 +169,13 @@ def test_the_usual_form_equals_the_reference(build, share: int) -> None:  # type
     for mix in MIXES:
         how = {"share": share, "hadamard": True, "tokens": 2}
         equal_to_the_reference(build, 9, 1408, torch.bfloat16, mix, "sm_90", **how)
+
+
+@pytest.mark.parametrize("share", [1, 4])
+def test_the_form_without_dpx_instructions_equals_the_reference(build, share: int) -> None:  # type: ignore[no-untyped-def]
+    for mix in MIXES:
+        how = {"share": share, "hadamard": True, "tokens": 2, "arch": 800}
+        equal_to_the_reference(build, 9, 896, torch.bfloat16, mix, "sm_80", **how)
 
 
 @pytest.mark.slow
