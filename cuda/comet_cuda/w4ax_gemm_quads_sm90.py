@@ -1,6 +1,6 @@
 """The sm_90a GEMM for scales that are shared in quads of blocks: which variants there are.
 
-In: nothing. Out: the variants of w4ax_gemm_quads_sm90.cu that `cuda/tools/tune_gemm.py quads` checks and times. The op
+In: nothing. Out: the variants of w4ax_gemm_quads_sm90.cu that `cuda/tools/tune_quads.py` checks and times. The op
 runs one only where tiles_sm90.json has a row with `share` 4; until a run on a GPU has checked and timed them all there
 is none, and the general kernel, which reads the same layout, serves scales of both kinds.
 """

@@ -3,7 +3,6 @@
     python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
     python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
     python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
-    python cuda/tools/tune_gemm.py quads --out FILE.jsonl      # the kernel for shared scales: check, then time
     python cuda/tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
 
 No time is printed for a variant whose output was not first compared with the reference, and found bit-equal over
@@ -11,7 +10,6 @@ repeated runs. Shapes are all linears with N * K >= 2^24 of the models of the pa
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
@@ -30,7 +28,6 @@ import torch
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.w4ax_gemm_quads_sm90 import LARGE, SMALL, VARIANTS
 from comet_cuda.weight_layout import (
     QUAD_EXPONENTS,
     record_bytes,
@@ -102,13 +99,6 @@ def terms_of(records: torch.Tensor, rows: int, bits: torch.Tensor) -> torch.Tens
     return zero_terms_sm90(scale, zero)
 
 
-def reference(
-    x: Any, meta: Any, records: Any, terms: Any, m: int, rows: int, mask: Any, share: int, bias: Any = None
-) -> torch.Tensor:
-    """float32 result from tiled operands."""
-    return gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32, share)
-
-
 def error_of(y: torch.Tensor, want: torch.Tensor) -> float:
     """Norm of the difference over the norm of the reference; infinite where not finite."""
     if want.numel() == 0:
@@ -132,7 +122,7 @@ def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options
     mask = gemm.int8_mask_words(bits)
     bias = torch.randn(rows, device="cuda") if options.get("bias") else None
     terms = terms_of(records, rows, bits)
-    want = reference(x, meta, records, terms, m, rows, mask, share, bias)
+    want = gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32, share)
     poison = torch.full((m, rows), float("nan"), dtype=dtype, device="cuda")
     del poison  # the caching allocator hands this memory to the output
     runs = [
@@ -186,14 +176,9 @@ def exactness() -> list[str]:
 
 def check() -> int:
     problems = exactness()
-    g = torch.Generator().manual_seed(1)
-    mixed = (torch.rand(19, generator=g) < 0.4).to(torch.uint8) * 4 + 4
-    mixes = {
-        "all 4": block_bits_for(16, 1.0),
-        "all 8": block_bits_for(16, 0.0),
-        "84%": block_bits_for(25),
-        "mixed": mixed,
-    }
+    mixed = (torch.rand(19, generator=torch.Generator().manual_seed(1)) < 0.4).to(torch.uint8) * 4 + 4
+    mixes = {"all 4": block_bits_for(16, 1.0), "all 8": block_bits_for(16, 0.0), "84%": block_bits_for(25)}
+    mixes["mixed"] = mixed
     batches = [*range(18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096]
     for name, bits in mixes.items():
         for m in batches:
@@ -231,7 +216,9 @@ class Problem:
         self.part = slice(0, columns)
         self.terms = terms_of(records, n, self.bits)
         part = (records[: -(-columns // 64)], self.terms[: -(-columns // 64)])
-        self.want = reference(self.x, self.meta, *part, m, columns, self.mask, share)
+        self.want = gemm.w4ax_gemm_tiled_ref(
+            self.x, self.meta, *part, None, m, columns, self.mask, torch.float32, share
+        )
 
     def launcher(self, records: torch.Tensor, tiles: Tiles | None, pdl: bool) -> Callable[[], torch.Tensor]:
         rest = (None, self.m, self.n, self.mask, torch.bfloat16, self.share, tiles, pdl)
@@ -275,7 +262,6 @@ def candidates(m: int) -> list[Tiles]:
             Tiles(64, stages=12, batch=2),
             Tiles(64, stages=12, batch=4),
             Tiles(64, row_tiles=2, stages=8, batch=2),
-            Tiles(64, row_tiles=2, stages=8, batch=1),
             Tiles(64, row_tiles=2, cluster=2, stages=8, batch=2),
         ]
     return [
@@ -296,10 +282,7 @@ def parse_variants(text: str) -> list[Tiles]:
 def short(tiles: Tiles) -> str:
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"
-    text += (
-        f" t{tiles.token_tiles}" * (tiles.token_tiles > 1) + " zp" * tiles.zero_product + " quads" * (tiles.share == 4)
-    )
-    text += " turns" * tiles.turns
+    text += " zp" * tiles.zero_product + f" quads t{tiles.token_tiles}" * (tiles.share == 4) + " turns" * tiles.turns
     return text + " whole" * (not tiles.stream)
 
 
@@ -331,51 +314,6 @@ def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], 
             del problem
         for tiles, ratios in sorted(totals.items(), key=lambda item: -geometric_mean(item[1])):
             print(f"  m={m} mean {geometric_mean(ratios):5.3f}x  {short(tiles)}")
-
-
-def quad_problems() -> Iterable[str]:
-    """What is wrong with the kernel for shared scales, as it is found: worst-case integers, edges, repeated runs."""
-    yield from exactness()
-    mixed = (torch.rand(39, generator=torch.Generator().manual_seed(1)) < 0.4).to(torch.uint8) * 4 + 4
-    mixes = {
-        "all 4": block_bits_for(16, 1.0),
-        "all 8": block_bits_for(9, 0.0),
-        "84%": block_bits_for(70),
-        "mixed": mixed,
-    }
-    for tiles in dict.fromkeys(VARIANTS):
-        cases = [(name, m, 1023, True) for name in mixes for m in (1, 65, 300)]
-        cases += [("84%", 1024, 4096, True), ("mixed", 513, 2056, False), ("mixed", 9, 8, True)]
-        for name, m, rows, has_zero in cases:
-            wrong = verify(m, rows, mixes[name], tiles, share=4, bias=True, has_zero=has_zero)
-            if wrong:
-                yield f"{short(tiles)}: m={m} rows={rows} blocks {name} zero={has_zero}: {wrong}"
-        for dtype in (torch.float16, torch.float32):
-            if wrong := verify(70, 1023, mixed, tiles, share=4, dtype=dtype):
-                yield f"{short(tiles)}: {dtype}: {wrong}"
-    for tiles in (SMALL[0], LARGE[0]):
-        if wrong := verify(300, 4096, block_bits_for(32), tiles, share=4, runs=1000):
-            yield f"{short(tiles)}: 1000 runs: {wrong}"
-
-
-def quads(out: Path | None) -> None:
-    """Check all variants, stop at the first wrong one; then time them and the table's choice, a line each in `out`."""
-    compile_all(VARIANTS)
-    for problem in quad_problems():
-        sys.exit(f"WRONG: {problem}")
-    print("all variants are right")
-    with out.open("w") if out else open(os.devnull, "w") as file:
-        for m, variants in ((64, SMALL), (1024, LARGE), (256, LARGE), (4096, LARGE)):
-            for n, k in ((8192, 8192), (4096, 4096), (22016, 4096), (8192, 28672)):
-                case = Problem(m, n, k, share=4)
-                base = case.time_cublas()
-                for tiles in (gemm.choose_tiles(m, n, len(case.bits)), *variants):
-                    us = case.time(tiles)
-                    print(f"m={m} {n}x{k}: {short(tiles):36s} {us:9.2f} us  {base / us:5.2f}x", flush=True)
-                    line = {"m": m, "n": n, "k": k, "us": us, "cublas_us": base, "tiles": dataclasses.asdict(tiles)}
-                    file.write(json.dumps(line) + "\n")
-                    file.flush()
-                del case
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -435,7 +373,7 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("check", "tune", "bench", "compile", "quads"))
+    parser.add_argument("verb", choices=("check", "tune", "bench", "compile"))
     parser.add_argument("--m", default=",".join(map(str, BATCHES)))
     parser.add_argument("--shapes", default="")
     parser.add_argument("--variants", default="")
@@ -452,9 +390,7 @@ def main() -> None:
     torch.manual_seed(0)
     if args.verb == "check":
         sys.exit(check() > 0)
-    if args.verb == "quads":
-        quads(args.out)
-    elif args.verb == "tune":
+    if args.verb == "tune":
         tune(batches, shapes, given, not args.no_pdl, args.share)  # type: ignore[arg-type]
     else:
         bench(args.out, batches, shapes, not args.no_pdl, args.share)  # type: ignore[arg-type]

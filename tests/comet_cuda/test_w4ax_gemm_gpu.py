@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 import tune_gemm
+import tune_quads
 
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.weight_layout import tile_activations_sm90
@@ -35,7 +36,7 @@ def test_integers_are_exact() -> None:
 
 def test_every_variant_for_shared_scales_is_right() -> None:
     """Before any of them may enter tiles_sm90.json."""
-    assert list(tune_gemm.quad_problems()) == []
+    assert list(tune_quads.quad_problems()) == []
 
 
 @pytest.mark.parametrize("mix", MIXES)
