@@ -19,7 +19,7 @@ METRICS = ("perplexity", "zero_shot")
 PUBLISHED_METRIC = {"perplexity": "perplexity", "zero_shot": "average"}  # by which methods are ordered
 KEYS = (
     "title", "published", "metric", "data", "seq_len", "windows", "tasks", "limit", "models", "stand_ins", "rows",
-    "notes", "calibration", "tolerance",
+    "notes", "calibration", "tolerance", "base",
 )  # fmt: skip
 ROW_KEYS = ("scheme", "method", "recipe", "instead", "expect", "tolerance")
 
@@ -54,6 +54,7 @@ class PaperTable:
         windows, limit: None for all. calibration: replaces keys of every recipe's calibration.
         published: figures by (model, scheme, method) and metric (perplexity, or tasks and average in percent).
         tolerance: relative, of the expected figures.
+        base: 16-bit figures under this protocol, by model, where the published one belongs to another.
     """
 
     name: str
@@ -71,6 +72,7 @@ class PaperTable:
     calibration: Mapping[str, Any]
     published: Mapping[tuple[str, str, str], Mapping[str, float]]
     tolerance: float
+    base: Mapping[str, float]
 
     @property
     def lower_is_better(self) -> bool:
@@ -80,6 +82,11 @@ class PaperTable:
     def published_value(self, model: str, row: Row) -> float | None:
         """The figure by which the paper's methods are ordered."""
         return self.published.get((model, row.scheme, row.method), {}).get(PUBLISHED_METRIC[self.metric])
+
+    def published_base(self, model: str) -> float | None:
+        """The 16-bit figure that the model's published ones may be compared with."""
+        rows = (row for row in self.rows if row.recipe == "fp16")
+        return self.base.get(model) or next((self.published_value(model, row) for row in rows), None)
 
 
 def table_names() -> list[str]:
@@ -141,6 +148,7 @@ def _table(name: str, given: Mapping[str, Any]) -> PaperTable:
         calibration=dict(given.get("calibration", {})),
         published=read_published(published) if published.is_file() else {},
         tolerance=float(given.get("tolerance", 0.0)),
+        base={model: float(figure) for model, figure in given.get("base", {}).items()},
     )
 
 

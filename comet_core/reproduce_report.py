@@ -186,16 +186,20 @@ def plot(table: PaperTable, cells: Sequence[Cell], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(labels) + 1.6))
     for model in table.models:
         values = {row.label: table.published_value(model, row) for row in table.rows}
-        _dots(axes, table, labels, {k: v for k, v in values.items() if v is not None}, "#b0b0b0", None)
+        known = {label: value for label, value in values.items() if value is not None}
+        _dots(axes, table, labels, known, table.published_base(model), "#b0b0b0", None)
     for index, model in enumerate(dict.fromkeys(cell.model for cell in cells if cell.records)):
         stand_in = next(cell.stand_in for cell in cells if cell.model == model)
         name = f"{model} (stand-in)" if stand_in else model
-        _dots(axes, table, labels, _values(table, cells, model), f"C{index}", name)
+        own = _values(table, cells, model)
+        base = own.get(next((row.label for row in table.rows if row.recipe == "fp16"), ""))
+        _dots(axes, table, labels, own, base, f"C{index}", name)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     if table.lower_is_better:
         axes.set_xscale("symlog", linthresh=0.1)
+        axes.set_xlim(left=min(0.0, axes.dataLim.x0))
     axes.set_xlabel(
         "log of perplexity over 16-bit perplexity" if table.lower_is_better else "points below 16-bit, average"
     )
@@ -208,9 +212,14 @@ def plot(table: PaperTable, cells: Sequence[Cell], path: Path) -> None:
 
 
 def _dots(
-    axes: object, table: PaperTable, labels: Sequence[str], values: dict[str, float], color: str, name: str | None
+    axes: object,
+    table: PaperTable,
+    labels: Sequence[str],
+    values: dict[str, float],
+    base: float | None,
+    color: str,
+    name: str | None,
 ) -> None:
-    base = values.get(next(row.label for row in table.rows if row.recipe == "fp16"))
     if base is None:
         return
     points = [

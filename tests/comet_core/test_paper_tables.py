@@ -30,6 +30,7 @@ def test_tables_hold_every_row_and_column_of_the_paper() -> None:
         rows = {(row.scheme, row.method) for row in table.rows}
         assert {(scheme, method) for _, scheme, method in published} <= rows
     assert one.published_value("llama-3-8b", one.rows[1]) == 6.28
+    assert one.published_base("llama-2-7b") == 5.47 and one.published_base("llama-3-8b") == 6.14
     assert two.published["llama-3-70b", "W4AxKV4", "FMPQ"]["average"] == 74.1
 
 
