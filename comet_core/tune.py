@@ -166,6 +166,7 @@ def _straight_attention(model: nn.Module, spec: KVCacheSpec) -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # norms of heads are trained in float32
         if spec.bits == 4:
             key, value = _straight_pages(key, spec), _straight_values(value, spec)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
