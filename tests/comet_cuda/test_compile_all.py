@@ -25,12 +25,12 @@ CAPABILITIES = [capability for family in FAMILIES for capability in family.capab
 
 
 def sm90_gemm() -> list[Configuration]:
-    """Every row of the measured tile table, with and without zero points, for every output type."""
+    """Every row of the measured tile table for either kernel, with and without zero points, for every output type."""
     gemm = importlib.import_module("comet_cuda.w4ax_gemm_sm90")
     names = {field.name for field in dataclasses.fields(gemm.Tiles)}
     tiles = {gemm.Tiles(**{k: v for k, v in row.items() if k in names}) for row in gemm.tile_table()}
     return [
-        Configuration(gemm.SOURCE, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
+        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
         for tile in sorted(tiles, key=lambda tile: tile.tokens)
         for has_zero in (False, True)
         for out in gemm.OUT_KINDS
