@@ -36,12 +36,13 @@ def configurations(source: str, family: Family) -> list[Configuration]:
 
 
 def _sm90_gemm() -> list[Configuration]:
-    """Every row of the measured tile table, with and without zero points, for every output type."""
+    """Every row of the measured tile table that this source serves, with and without zero points, for every output type."""
     names = {field.name for field in dataclasses.fields(Tiles)}
     tiles = {Tiles(**{key: value for key, value in row.items() if key in names}) for row in tile_table()}
     return [
-        Configuration("w4ax_gemm_sm90.cu", tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
+        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
         for tile in sorted(tiles, key=lambda tile: tile.tokens)
+        if tile.source == "w4ax_gemm_sm90.cu"
         for has_zero in (False, True)
         for out in OUT_KINDS
     ]

@@ -4,11 +4,8 @@ shared memory within the chip's limit.
 The default run compiles a sample; `-m slow` compiles every configuration and prints the table of registers.
 """
 
-import dataclasses
-import importlib
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,61 +14,17 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC (pip install '.[cuda]')")
 
 from comet_cuda import jit
-from comet_cuda.dispatch import FAMILIES, Family, arch_of
+from comet_cuda.dispatch import FAMILIES, arch_of
 from comet_cuda.jit import Configuration, Resources
+from comet_cuda.kernels import configurations, sources
+from comet_cuda.tiles_sm90 import OUT_KINDS
+from comet_cuda.w4ax_gemm_quads_sm90 import VARIANTS
 
-SOURCES = Path(__file__).parents[2] / "cuda" / "comet_cuda"
 CAPABILITIES = [capability for family in FAMILIES for capability in family.capabilities]
 
 
-def sm90_gemm() -> list[Configuration]:
-    """Every row of the measured tile table for either kernel, with and without zero points, for every output type."""
-    gemm = importlib.import_module("comet_cuda.w4ax_gemm_sm90")
-    names = {field.name for field in dataclasses.fields(gemm.Tiles)}
-    tiles = {gemm.Tiles(**{k: v for k, v in row.items() if k in names}) for row in gemm.tile_table()}
-    return [
-        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
-        for tile in sorted(tiles, key=lambda tile: tile.tokens)
-        for has_zero in (False, True)
-        for out in gemm.OUT_KINDS
-    ]
-
-
-def sm90_quads() -> list[Configuration]:
-    """Every variant of the kernel for shared scales, in the tile table or not yet."""
-    quads = importlib.import_module("comet_cuda.w4ax_gemm_quads_sm90")
-    gemm = importlib.import_module("comet_cuda.w4ax_gemm_sm90")
-    return [
-        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
-        for tile in dict.fromkeys(quads.VARIANTS)
-        for has_zero in (False, True)
-        for out in gemm.OUT_KINDS
-    ]
-
-
-LISTS: dict[str, Callable[[Family], list[Configuration]]] = {  # source -> what is launched on a family
-    "quantize_act.cu": lambda family: importlib.import_module("comet_cuda.quantize_act_cuda").configurations(
-        family.name
-    ),
-    "w4ax_gemm_sm90.cu": lambda family: sm90_gemm() if family.name == "sm_90" else [],
-    "w4ax_gemm_quads_sm90.cu": lambda family: sm90_quads() if family.name == "sm_90" else [],
-    "w4ax_gemm_sm80.cu": lambda family: (
-        []
-        if family.name == "sm_90"
-        else importlib.import_module("comet_cuda.w4ax_gemm_sm80").configurations(family.name == "portable")
-    ),
-}
 WGMMA = ("w4ax_gemm_sm90.cu", "w4ax_gemm_quads_sm90.cu")  # sources whose products must not be serialized
 STATIC_SHARED = 1024  # bytes that a kernel may declare beside what the launcher asks for
-
-
-def configurations(source: str, family: Family) -> list[Configuration]:
-    """From the table above, or from `configurations(family_name)` of the module named like the source."""
-    if source in LISTS:
-        return LISTS[source](family)
-    module = importlib.import_module(f"comet_cuda.{Path(source).stem}")
-    assert hasattr(module, "configurations"), f"{source}: {module.__name__} must list its configurations(family)"
-    return list(module.configurations(family.name))
 
 
 def compile_all(work: list[tuple[str, Configuration]]) -> list[tuple[str, Configuration, str, Resources]]:
@@ -111,9 +64,21 @@ def work_of(capability: tuple[int, int], every: int) -> list[tuple[str, Configur
     family = next(f for f in FAMILIES if capability in f.capabilities)
     arch = arch_of(capability)
     found = []
-    for source in sorted(path.name for path in SOURCES.glob("*.cu")):
+    for source in sources():
         found += [(arch, c) for c in configurations(source, family)[::every]]
+    if family.name == "sm_90":
+        found += [(arch, c) for c in quads_not_in_the_table()[::every]]
     return found
+
+
+def quads_not_in_the_table() -> list[Configuration]:
+    """Every variant of the kernel for shared scales that tuning tries."""
+    return [
+        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
+        for tile in dict.fromkeys(VARIANTS)
+        for has_zero in (False, True)
+        for out in OUT_KINDS
+    ]
 
 
 def limit_of(capability: tuple[int, int]) -> int:
