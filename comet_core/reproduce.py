@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from comet_core.calibrate import calibrate
+from comet_core.corpus import load_corpus
 from comet_core.evaluate import evaluate_perplexity
 from comet_core.model_source import alias_names, alias_shapes, resolve_model
 from comet_core.pack import pack
@@ -19,7 +20,7 @@ from comet_core.paper_table import PaperTable, Row
 from comet_core.progress import Progress
 from comet_core.recipe import Recipe, digest, load_recipe, with_calibration
 from comet_core.results import append
-from comet_core.zero_shot import evaluate_zero_shot
+from comet_core.zero_shot import evaluate_zero_shot, load_tasks
 from comet_cuda.errors import CometError
 from comet_cuda.folders import cache_dir
 
@@ -121,7 +122,7 @@ def _records_of(
         if table.metric == "perplexity":
             windows = "all" if table.windows is None else table.windows
             fits = (record["metric"], record["windows"]) == ("perplexity", windows)
-            fits = fits and (record["task"], record["seq_len"]) == (Path(table.data).name, table.seq_len)
+            fits = fits and record["task"] in _text_names(table) and record["seq_len"] == table.seq_len
         else:
             fits = record["metric"] == "acc" and record.get("kv_open_page") == "16bit"
             fits = fits and record.get("limit") == table.limit and record["task"] in (*table.tasks, "average")
@@ -129,6 +130,21 @@ def _records_of(
             latest[record["task"]] = record
     complete = table.metric == "perplexity" or set(table.tasks) <= set(latest)
     return list(latest.values()) if complete else []
+
+
+def _text_names(table: PaperTable) -> tuple[str, str]:
+    return table.data, Path(table.data).name  # records name a file without its folder
+
+
+def require_data(table: PaperTable) -> None:
+    """Raise CometError, before anything is packed, if the table's text or tasks are not to be had."""
+    if table.metric == "zero_shot":
+        load_tasks(table.tasks)
+    elif (found := load_corpus(table.data, role="perplexity").name) not in _text_names(table):
+        raise CometError(
+            f"{table.name} is about {table.data}, which is not here ({found} would stand in)",
+            "Set COMET_DATA to a folder that holds it, or connect to the hub.",
+        )
 
 
 def _short(model: str) -> str:

@@ -70,14 +70,6 @@ class MemoryPlan:
         """All of it."""
         return self.weights + self.kv + self.workspace
 
-    def gib(self) -> dict[str, float]:
-        """GiB by kind, for a record."""
-        return {
-            "weights": round(self.weights / GIB, 3),
-            "kv": round(self.kv / GIB, 3),
-            "workspace": round(self.workspace / GIB, 3),
-        }
-
 
 def _tiled_bytes(rows: int, channels: int) -> int:
     """A linear in the sm_90 layout: nibbles, scale and zero point by row and block, and the zero terms' halves."""

@@ -126,6 +126,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
 
 
+def load_tasks(tasks: Sequence[str], open_page: str = "16bit") -> list[LoadedTask]:
+    """The tasks with their documents; no model is read. Raises CometError for what `evaluate_zero_shot` cannot use."""
+    if open_page not in ("16bit", "4bit"):
+        raise CometError(f"--kv-open-page {open_page} is not known", "It may be 16bit or 4bit.")
+    return [load_task(name) for name in tasks]
+
+
 def evaluate_zero_shot(
     model_spec: str | Path,
     *,
@@ -153,9 +160,7 @@ def evaluate_zero_shot(
     Errors:
         CometError for models, tasks or data that cannot be used.
     """
-    if open_page not in ("16bit", "4bit"):
-        raise CometError(f"--kv-open-page {open_page} is not known", "It may be 16bit or 4bit.")
-    loaded = [load_task(name) for name in tasks]
+    loaded = load_tasks(tasks, open_page)
     device, compute = resolve_compute(device, dtype)
     who = describe(str(model_spec), open_page, device, compute)
     values = _all_documents(who, loaded, limit, progress)

@@ -8,7 +8,10 @@ import typer
 from comet_cli import console, options, runs
 from comet_cuda.errors import CometError
 
-NEEDS = "comet bench needs an NVIDIA GPU of compute capability 8.0 or newer with a CUDA build of torch; none is here"
+NEEDS = (
+    "speed needs an NVIDIA GPU of compute capability 8.0 or newer with a CUDA build of torch, and none is here; "
+    "comet bench --roofline and comet reproduce-speed --report-only need none"
+)
 
 DEFAULT_MODEL = "llama-7b"
 app = typer.Typer(help="Measure speed on an NVIDIA GPU.")
@@ -43,7 +46,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    check_record_file(record)
+    options.check_record_file(record)
     if roofline:
         from comet_cli.bench_roofline import show
 
@@ -87,12 +90,6 @@ def batch_sizes(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise CometError(f"--batch {text} is not a list of batch sizes", "For example --batch 1,16,256.")
     return [int(part) for part in parts]
-
-
-def check_record_file(record: Path | None) -> None:
-    """Raise CometError if records cannot go to this file."""
-    if record is not None and record.suffix != ".jsonl":
-        raise CometError(f"--record {record}: records go to a file that ends in .jsonl", f"--record {record}.jsonl")
 
 
 def require_gpu() -> None:

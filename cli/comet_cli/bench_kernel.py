@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from comet_cli import console, options
-from comet_cli.bench import batch_sizes, check_record_file, require_gpu
+from comet_cli.bench import batch_sizes, require_gpu
 from comet_cuda.errors import CometError
 
 BATCHES = "1,16,64,256,1024,4096"
@@ -39,7 +39,7 @@ def kernel(
     Example: comet bench kernel --shape llama-3-8b --batch 1,16,256
     """
     batches = batch_sizes(batch)
-    check_record_file(record)
+    options.check_record_file(record)
     if (n is None) != (k is None):
         raise CometError("--n and --k belong together", "For example --n 4096 --k 11008.")
     require_gpu()

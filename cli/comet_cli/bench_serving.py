@@ -22,11 +22,13 @@ def measure(
     """Print and record kernels and serving of `model`."""
     from comet_core.bench_serving import bench_serving
     from comet_core.results import append
-    from comet_core.serving_report import draw_throughput
-    from comet_core.serving_scheme import SCHEMES
+    from comet_core.serving_report import draw_step_parts, draw_throughput
+    from comet_core.serving_scheme import SCHEMES, find_scheme
     from comet_core.step_breakdown import table
 
     names = list(SCHEMES) if scheme == "all" else [name.strip() for name in scheme.split(",")]
+    for name in names:
+        find_scheme(name)  # an unknown one is an error before minutes of kernels
     found = []
 
     def keep(one: dict[str, Any]) -> None:
@@ -55,6 +57,8 @@ def measure(
         for load in loads:
             name = f"throughput-{load[0]}-{load[1]}.png"
             console.talk(f"drew {draw_throughput(serving, serving[0]['model'], load, plots / name)}")
+        if any("step_parts" in one for one in serving):
+            console.talk(f"drew {draw_step_parts(serving, plots / 'step.png')}")
 
 
 def kernels(model: str, batches: Sequence[int], keep: Any, *, json: bool) -> None:

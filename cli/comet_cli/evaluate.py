@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from comet_cli import console, options, runs
-from comet_cuda.errors import CometError
 
 Tasks = Annotated[
     str | None,
@@ -55,8 +54,7 @@ def evaluate(
 
     Example: comet eval --ppl wikitext2
     """
-    if record is not None and record.suffix != ".jsonl":
-        raise CometError(f"--record {record}: records go to a file that ends in .jsonl", f"--record {record}.jsonl")
+    options.check_record_file(record)
     if model is None:
         model = str(runs.last_packed())
         console.talk(f"model: {model}, the last one packed from this folder")
@@ -64,6 +62,11 @@ def evaluate(
         ppl = "wikitext2"
     options.set_threads(threads)
     if ppl is not None:
+        if tasks is not None:  # what is wrong with the second half is said before the first
+            from comet_core.zero_shot import load_tasks
+            from comet_core.zero_shot_tasks import parse_tasks
+
+            load_tasks(parse_tasks(tasks), kv_open_page)
         measure(model, ppl, windows, seq_len, device, dtype, compare=compare, record=record, json=json)
     if tasks is not None:
         ask(model, tasks, limit, kv_open_page, device, dtype, compare=compare, record=record, json=json)

@@ -1,5 +1,7 @@
 """Options that several commands share, each spelled once, and what they mean for torch."""
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,3 +37,14 @@ def check_weights(weights: str) -> None:
     """`--weights` is one of two words."""
     if weights not in ("real", "random"):
         raise CometError(f"--weights {weights} is not known", "It may be real or random.")
+
+
+def check_record_file(record: Path | None) -> None:
+    """Raise CometError if records cannot go to this file; asked before anything is measured."""
+    if record is None:
+        return
+    if record.suffix != ".jsonl":
+        raise CometError(f"--record {record}: records go to a file that ends in .jsonl", f"--record {record}.jsonl")
+    place = next(path for path in (record, *record.absolute().parents) if path.exists())
+    if not os.access(place, os.W_OK) or place.is_dir() == (place == record):
+        raise CometError(f"--record {record}: cannot be written", "Name a .jsonl file in a folder of yours.")

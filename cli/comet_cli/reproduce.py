@@ -62,12 +62,14 @@ def reproduce(
     for table in loaded:
         found = cells(table, known(), **chosen)
         missing = [cell for cell in found if cell.here and not cell.records]
+        for model in dict.fromkeys(cell.model for cell in found if models and not cell.here and not cell.records):
+            console.talk(f"{table.name}: {model} is left out, its weights are not on this machine")
         if dry_run:
             for cell in found:
                 state = "measured" if cell.records else "would be measured" if cell.here else "no weights here"
                 console.data(f"{table.name}\t{cell.model}\t{cell.row.label}\t{cell.recipe.name}\t{state}")
             continue
-        if not report_only:
+        if not report_only and missing and has_data(table):
             for number, cell in enumerate(missing, 1):
                 console.talk(f"{table.name}: cell {number} of {len(missing)}")
                 try:
@@ -89,6 +91,18 @@ def reproduce(
             console.data(str(out / "bits.png"))
     if complaints:
         raise CometError("; ".join(complaints), "The figures above moved. Find out why, or state the new ones.")
+
+
+def has_data(table: "PaperTable") -> bool:
+    """Whether the table's text or tasks are here; says why not, and what to do."""
+    from comet_core.reproduce import require_data
+
+    try:
+        require_data(table)
+    except CometError as error:
+        console.talk(f"{table.name}: nothing is measured, {error.message}\nhint: {error.hint}")
+        return False
+    return True
 
 
 def resized(table: "PaperTable", windows: int | None, limit: int | None, samples: int | None) -> "PaperTable":

@@ -1,5 +1,7 @@
 """`comet eval --tasks`: what the table shows, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -35,3 +37,19 @@ def test_bad_values_end_with_a_hint(flag: str, value: str, word: str) -> None:
     arguments = ["eval", "nowhere", "--tasks", "piqa", flag, value]
     result = CliRunner().invoke(main.app, arguments)
     assert result.exit_code == 2 and word in result.stderr and "hint:" in result.stderr
+
+
+def test_bad_tasks_are_refused_before_the_perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="zero-shot tasks need lm-eval")
+    monkeypatch.setattr(evaluate, "measure", lambda *_, **__: pytest.fail("hours of perplexity came first"))
+    arguments = ["eval", "nowhere", "--ppl", "pydoc", "--tasks", "piqa", "--kv-open-page", "x"]
+    result = CliRunner().invoke(main.app, arguments)
+    assert result.exit_code == 2 and "--kv-open-page x" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["folder.jsonl", "file/records.jsonl"])
+def test_a_record_file_that_cannot_be_written_is_refused_first(place: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(main.app, ["eval", "nowhere", "--record", str(tmp_path / place)])
+    assert result.exit_code == 2 and "cannot be written" in result.stderr and "hint:" in result.stderr

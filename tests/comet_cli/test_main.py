@@ -104,7 +104,7 @@ def test_bench_on_a_cpu_says_in_one_line_what_it_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, out, err = comet("bench", "--batch", "256")
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and "needs an NVIDIA GPU" in err
+    assert err.count("\n") == 1 and "needs an NVIDIA GPU" in err and "--roofline" in err
 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,,2", "many", "-4", "1.5"])

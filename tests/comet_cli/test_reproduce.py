@@ -52,6 +52,7 @@ def figures(monkeypatch: pytest.MonkeyPatch, values: dict[str, float]) -> list[s
         append(out / "records.jsonl", record(cell, values[cell.recipe.name]))
 
     monkeypatch.setattr("comet_core.reproduce.measure", measure)
+    monkeypatch.setattr("comet_core.reproduce.require_data", lambda table: None)
     return measured
 
 
@@ -91,3 +92,17 @@ def test_another_size_is_another_figure(table: Path, monkeypatch: pytest.MonkeyP
     for flags in (["--windows", "8"], ["--samples", "3"]):
         result = CliRunner().invoke(main.app, ["reproduce", str(table), "--dry-run", "--recipes", "w4a4-naive", *flags])
         assert "would be measured" in result.stdout, flags
+
+
+def test_without_the_table_s_text_nothing_is_packed(
+    table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(*_: Any, **__: Any) -> None:
+        raise AssertionError("would have packed")
+
+    monkeypatch.setattr("comet_core.reproduce.measure", measure)
+    monkeypatch.setattr("comet_core.corpus._why_no_hub", lambda: "no network")
+    monkeypatch.setenv("COMET_DATA", str(tmp_path))
+    result = CliRunner().invoke(main.app, ["reproduce", str(table)])
+    assert "pydoc would stand in" in result.stderr and "hint: Set COMET_DATA" in result.stderr
+    assert result.exit_code == 2 and "was not measured" in result.stderr, "figures were expected"
