@@ -248,7 +248,7 @@ def launch(
         y.data_ptr(),
         *_workspace(device).addresses,
     )
-    call.kernel.launch(call.ctas, call.threads, (pointers + call.numbers,), shared_bytes=call.shared_bytes, pdl=pdl)
+    call.kernel.launch_on(device, call.ctas, call.threads, (pointers + call.numbers,), call.shared_bytes, pdl)
     return y
 
 

@@ -59,6 +59,19 @@ def test_any_rows_and_type(rows: int, dtype: torch.dtype, has_zero: bool) -> Non
         assert tune_gemm.verify(m, rows, MIXES["scattered"], None, dtype=dtype, has_zero=has_zero, bias=True) == ""
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_weight_on_another_gpu_is_multiplied_there() -> None:
+    bits = tune_gemm.block_bits_for(16)
+    weight = torch.randint(0, 256, (512, 64 * 16), dtype=torch.uint8)
+    scale = (torch.rand(512, 16) * 0.02 + 0.01).to(torch.bfloat16)
+    x = tile_activations_sm90(*(t.cpu() for t in tune_gemm.random_activations(5, bits)[:2]), bits)
+    found = []
+    for device in ("cuda:0", "cuda:1"):  # the current one stays cuda:0
+        tiled = gemm.prepare_weight_sm90(weight.to(device), scale.to(device), None, bits)
+        found.append(gemm.w4ax_gemm_tiled(x[0].to(device), x[1].to(device), tiled, 5).cpu())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("m", [1, 64, 300])
 def test_runs_are_bit_equal_also_in_a_graph_and_compiled(m: int) -> None:
     bits = tune_gemm.block_bits_for(32)
