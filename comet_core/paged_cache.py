@@ -186,7 +186,7 @@ class _Places(NamedTuple):
 
 
 class SixteenBitCache:
-    """Keys and values as they are, [slots + 1, context, H, D] a layer; the last slot takes what padding rows write."""
+    """Keys and values as they are, [slots * context + 1, H, D] a layer; the last row takes what padding rows write."""
 
     def __init__(
         self,
@@ -217,7 +217,8 @@ class SixteenBitCache:
     def begin(self, work: Step | Chunk) -> None:
         first = torch.where(work.slot < 0, self.slots, work.slot) * self.context
         if isinstance(work, Step):
-            slot, position, length = work.slot, work.position, work.length
+            slot, position = work.slot, work.position
+            length = torch.where(slot < 0, 1, work.length)  # behind the padding's one row there is nothing to read
             starts = torch.arange(len(slot) + 1, dtype=torch.int32, device=slot.device)
         else:
             slot, position, starts = work.token_slot, work.token_position, work.starts

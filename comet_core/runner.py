@@ -135,6 +135,7 @@ class Runner:
         self._graphs: dict[tuple[int, float, int], tuple[torch.cuda.CUDAGraph, BatchState]] = {}
         self._states: dict[int, BatchState] = {}
         self._pool: Any = None  # memory that the graphs share
+        self._warm_up: Any = None  # the stream of first steps: one, since a stream has a workspace
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights and KV cache."""
@@ -215,7 +216,7 @@ class Runner:
         if key not in self._graphs:
             state = self.state(rows)
             state.write((), (), ())
-            stream = torch.cuda.Stream()
+            stream = self._warm_up = self._warm_up or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._advance(

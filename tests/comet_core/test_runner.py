@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from comet_core.packed import load_packed
+from comet_core.paged_cache import SixteenBitCache
 from comet_core.recipe import load_recipe
 from comet_core.runner import BatchState, Runner, sample, split_chunks
 from comet_core.runner_weights import random_runner, runner_from_packed, runner_from_source
@@ -126,6 +127,19 @@ def test_refill_gives_each_prompt_the_answer_it_gets_alone(small: Runner) -> Non
     assert not small.cache.reserve(2, 1), "the slot is taken"
     for slot in range(3):
         small.cache.release(slot)
+
+
+def test_padding_rows_never_read_behind_a_16_bit_cache(small: Runner) -> None:
+    """Their positions move on with every step; there is one row for all of them."""
+    runner = Runner(small.model, kv_bits=16, batch=2, context=48)
+    state = runner.state(2)
+    state.write([5], (1,), [30])
+    for _ in range(4):
+        runner.step(2)
+    assert isinstance(runner.cache, SixteenBitCache)
+    places, rows = runner.cache._places, len(runner.cache.keys[0])
+    assert places.length.tolist() == [34, 1]
+    assert ((places.first[:-1] + places.length) <= rows).all()
 
 
 def test_a_stop_token_ends_an_answer(small: Runner) -> None:
