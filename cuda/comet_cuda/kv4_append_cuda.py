@@ -56,10 +56,18 @@ def check_cache(op: str, cache: Sequence[Tensor], element: torch.dtype, *indices
 
 
 def heads_pitch(op: str, x: Tensor, dim: int) -> int:
-    """Elements between rows of x [N, heads, D], whose rows must be dense."""
+    """Elements between rows of x [N, heads, D], whose rows must be dense and aligned to 16 bytes."""
     if x.dim() != 3 or x.shape[2] != dim or x.stride(2) != 1 or x.stride(1) != dim or x.stride(0) % 8:
         raise CometError(f"{op}: {tuple(x.shape)} with strides {x.stride()}", f"it must be [tokens, heads, {dim}]")
+    if x.data_ptr() % 16:
+        raise CometError(f"{op}: it does not begin at a multiple of 16 bytes", "pass a copy (.clone())")
     return x.stride(0)
+
+
+def _check_indices(op: str, tokens: int, *indices: Tensor) -> None:
+    for tensor in indices:
+        if tensor.shape != (tokens,):
+            raise CometError(f"{op}: an index tensor of {tuple(tensor.shape)}", f"one entry a token: ({tokens},)")
 
 
 def append_shared_bytes(dim: int, entry: str) -> int:
@@ -97,6 +105,7 @@ def launch_append(
     tokens, heads, dim = k.shape[0], cache[0].shape[1], cache[6].shape[3]
     if k.shape != (tokens, heads, dim) or v.shape != k.shape or k.dtype != v.dtype:
         raise CometError(f"kv4_append: k {tuple(k.shape)}, v {tuple(v.shape)} for {heads} kv heads of {dim} channels")
+    _check_indices("kv4_append", tokens, slot, position)
     if tokens == 0:
         return
     device = k.get_device()
@@ -147,6 +156,9 @@ def rope_append_gpu(
     heads, page, dim = cache[0].shape[1], cache[0].shape[2], cache[6].shape[3]
     _check_rope("rope_append", qkv, cos, sin, dim, 2 * heads)
     tokens, q_heads = qkv.shape[0], qkv.shape[1] // dim - 2 * heads
+    _check_indices("rope_append", tokens, slot, position)
+    if q_heads % heads:
+        raise CometError(f"rope_append: {q_heads} q heads for {heads} kv heads", "they must be a multiple of them")
     q = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
@@ -180,6 +192,9 @@ def rope_qk_gpu(
                          f"16-bit, head dimensions {HEAD_DIMS}, int32")  # fmt: skip
     _check_rope("rope_qk_", qkv, cos, sin, dim, 2 * kv_heads)
     tokens = qkv.shape[0]
+    _check_indices("rope_qk_", tokens, position)
+    if position.device != qkv.device or not position.is_contiguous():
+        raise CometError(f"rope_qk_: positions on {position.device}", f"they must be contiguous and on {qkv.device}")
     if tokens == 0:
         return
     device = qkv.get_device()

@@ -20,7 +20,7 @@ struct Params {
   Cache cache;
   const uint16_t* q; // [N, Hq, D]
   uint16_t* out;     // [N, Hq, D]
-  float* partial;    // [N * gridDim.x, chunks, kHeads, D + 2]
+  float* partial;    // [N * gridDim.x, chunks, kHeads * (D + 4)]: outputs [kHeads, D], then [kHeads, 4] of which two are used
   int* tickets;      // [N * gridDim.x], zero before and after
   const int *slot, *length;
   int group, head_tiles, chunk, window; // q heads of a kv head; tiles of kHeads of them; pages a chunk

@@ -51,7 +51,8 @@ def _kernel(device: int, dtype: torch.dtype, fuse: str, fp8: bool, channels: int
 
 
 def _fits_kernel(x: Tensor, fuse: str, channels: int) -> bool:
-    return x.dtype in ELEMENTS and x.is_contiguous() and channels % WIDE == 0 and channels <= WIDEST[fuse]
+    wide = x.is_contiguous() and channels % WIDE == 0 and x.data_ptr() % 16 == 0  # rows of whole 16-byte words
+    return x.dtype in ELEMENTS and wide and channels <= WIDEST[fuse]
 
 
 def _row_op(
@@ -149,8 +150,10 @@ def rope_append_16_ref(
 
 
 def _rms_norm_gpu(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fp8: bool) -> tuple[Tensor, ...]:
-    fits = _fits_kernel(x, "rms_norm", x.shape[1]) and weight.dtype == x.dtype
-    if not fits or (residual is not None and not residual.is_contiguous()):
+    channels = x.shape[1]
+    others = (weight,) if residual is None else (weight, residual)
+    same = all(t.dtype == x.dtype and _fits_kernel(t, "rms_norm", channels) for t in others)
+    if not (same and _fits_kernel(x, "rms_norm", channels)):
         return rms_norm_ref(x, residual, weight, eps, fp8)
     return _row_op(x, "rms_norm", fp8, residual, weight, eps)
 
@@ -180,7 +183,15 @@ def _rope_append_16_gpu(
 ) -> Tensor:
     kv_heads, dim = k_cache.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    if qkv.dtype not in ELEMENTS or not qkv.is_contiguous() or position.dtype != torch.int32:
+    fits = (
+        qkv.dtype in ELEMENTS
+        and qkv.dtype == k_cache.dtype == v_cache.dtype
+        and cos.dtype == sin.dtype == torch.float32
+        and cos.shape[1] == sin.shape[1] == dim // 2  # all channels are rotated
+        and position.dtype == row.dtype == torch.int32
+        and all(t.is_contiguous() for t in (qkv, cos, sin, position, row, k_cache, v_cache))
+    )
+    if not fits:
         return rope_append_16_ref(qkv, q_norm, k_norm, eps, cos, sin, position, row, k_cache, v_cache, by_group)
     shape = (qkv.shape[0] * (heads // kv_heads), kv_heads, dim) if by_group else (qkv.shape[0], heads, dim)
     q = qkv.new_empty(shape)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append_ref
 from comet_cuda.kv4_append_cuda import kv4_append_gpu, rope_append_gpu, rope_qk_gpu
 from comet_cuda.kv4_decode import kv4_decode_ref
@@ -195,3 +196,21 @@ def test_rope() -> None:
         q = rope_append_gpu(qkv, *rope, *caches[0].tensors, norm, norm, 1e-6)
         assert error_of(q, rope_append_ref(qkv, *rope, caches[1], norm, norm, 1e-6).float()) < 2e-4
         assert torch.equal(untile_pages(caches[0]).v_codes, caches[1].v_codes)
+
+
+def test_shapes_that_would_be_read_past_their_end_are_refused() -> None:
+    cache = allocate_pages(2, 2, 2, 64, 32, 0, torch.bfloat16, "cpu")
+    table, angle = ints([[0], [1]]), torch.zeros(4, 32)
+    qkv = torch.zeros(2, 8 * 64).bfloat16()
+    with pytest.raises(CometError, match="one entry a token"):
+        rope_append_gpu(qkv, angle, angle, ints([0]), ints([0]), table, *cache.tensors, None, None, 0.0)
+    with pytest.raises(CometError, match="one entry a token"):
+        rope_qk_gpu(qkv, angle, angle, ints([0]), 4, 2, None, None, 0.0)
+    with pytest.raises(CometError, match="3 q heads for 2 kv heads"):
+        odd = qkv[:, : 7 * 64].contiguous()
+        rope_append_gpu(odd, angle, angle, ints([0, 1]), ints([0, 0]), table, *cache.tensors, None, None, 0.0)
+    k = torch.zeros(2 * 2 * 64 + 1).bfloat16()[1:].view(2, 2, 64)
+    with pytest.raises(CometError, match="16 bytes"):
+        kv4_append_gpu(k, k, ints([0, 1]), ints([0, 0]), table, *cache.tensors)
+    with pytest.raises(CometError, match="one entry a token"):
+        kv4_append_gpu(k.clone(), k.clone(), ints([0]), ints([0]), table, *cache.tensors)
