@@ -36,7 +36,7 @@ def configurations(source: str, family: Family) -> list[Configuration]:
 
 
 def _sm90_gemm() -> list[Configuration]:
-    """Every row of the measured tile table that this source serves, with and without zero points, for every output type."""
+    """Every row of the measured tile table that this source serves, with and without zero points, for every type."""
     names = {field.name for field in dataclasses.fields(Tiles)}
     tiles = {Tiles(**{key: value for key, value in row.items() if key in names}) for row in tile_table()}
     return [

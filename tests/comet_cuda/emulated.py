@@ -1,7 +1,7 @@
 """Kernels of comet_cuda run on a CPU: the source, compiled by g++ behind emulator.h, in the place of a compiled cubin.
 
-For tests where there is no GPU: `emulate(monkeypatch)` replaces compilation in the launchers' modules, so that their own
-code packs parameters and chooses grids. Slow (a microsecond a warp-wide instruction): tiny shapes only.
+For tests where there is no GPU: `emulate(monkeypatch)` replaces compilation in the launchers' modules, so that their
+own code packs parameters and chooses grids. Slow (a microsecond a warp-wide instruction): tiny shapes only.
 """
 
 import ctypes
