@@ -156,15 +156,19 @@ def _perplexity(mine: Sequence[Record], digest: str) -> Table:
 
 
 def _zero_shot(mine: Sequence[Record]) -> Table:
-    chosen = [
-        r for r in mine if r["kind"] == "zero-shot" or (r["kind"] == "eval" and str(r["metric"]).startswith("acc"))
-    ]
+    chosen = [r for r in mine if r["kind"] == "eval" and r["metric"].startswith("acc")]
     rows = [
-        [r["recipe"], f"{r['task']}, {r['metric']}", f"{100 * (r['value'] or 0):.1f}",
+        [r["recipe"], f"{r['task']}, {r['metric']}{_reading(r)}", f"{100 * (r['value'] or 0):.1f}",
          f"{100 * r['stderr']:.1f}" if r.get("stderr") is not None else ""]
         for r in latest(chosen, ("recipe", "task", "metric", "kv_quantized", "kv_open_page", "limit"))
     ]  # fmt: skip
     return Table("zero-shot", "Zero-shot accuracy", ["recipe", "task, metric", "%", "standard error"], rows)
+
+
+def _reading(record: Record) -> str:
+    """What tells two accuracies of one recipe on one task apart."""
+    first = f", first {record['limit']}" if record.get("limit") is not None else ""
+    return first + (", open page in 4 bit too" if record.get("kv_open_page") == "4bit" else "")
 
 
 def _serving(mine: Sequence[Record]) -> Table:

@@ -194,9 +194,9 @@ def test_only_named_rows_and_models_are_taken_and_a_missing_model_is_not_here(mo
 
 @pytest.mark.slow
 def test_the_small_table_on_real_weights(tmp_path: Path) -> None:
-    """What CI runs: figures within their tolerance, methods in their places."""
+    """`comet reproduce ci`: figures within their tolerance, methods in their places."""
     if not is_here("smollm2-135m"):
-        pytest.skip("the weights of smollm2-135m are not on this machine: comet fetch smollm2-135m")
+        pytest.skip("the weights of smollm2-135m are not on this machine: comet demo fetches them")
     table = load_table("ci")
     assert all(row.expect for row in table.rows), "the table states what it expects"
     for cell in run(table, tmp_path):
