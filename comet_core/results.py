@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from comet_core.provenance import provenance as provenance
 from comet_cuda.errors import CometError
 
 Record = dict[str, Any]
@@ -81,15 +80,21 @@ def append(path: Path, record: Record) -> None:
     """Add one record to a .jsonl file (made if absent). Safe when several processes write to one file."""
     check(record)
     line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as sink:
-        fcntl.flock(sink, fcntl.LOCK_EX)
-        size = sink.seek(0, os.SEEK_END)
-        if size:  # a line cut short by a crash must not swallow this one
-            sink.seek(size - 1)
-            if sink.read(1) != b"\n":
-                line = "\n" + line
-        sink.write(line.encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as sink:
+            fcntl.flock(sink, fcntl.LOCK_EX)
+            size = sink.seek(0, os.SEEK_END)
+            if size:  # a line cut short by a crash must not swallow this one
+                sink.seek(size - 1)
+                if sink.read(1) != b"\n":
+                    line = "\n" + line
+            sink.write(line.encode())
+    except OSError as error:
+        raise CometError(
+            f"{path}: a record cannot be written ({error.strerror})",
+            f"Name another file. The record is: {line.strip()}",
+        ) from None
 
 
 def read(path: Path) -> list[Record]:

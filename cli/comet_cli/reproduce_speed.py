@@ -9,14 +9,14 @@ from comet_cli import console
 from comet_cli.bench import require_gpu
 from comet_cuda.errors import CometError
 
-PAPER = Path("results") / "paper" / "speed.csv"
-
 
 def reproduce_speed(
     records: Annotated[
         Path | None, typer.Option(help="Records that count as measured: a .jsonl file or a folder.", metavar="PATH")
     ] = None,
-    paper: Annotated[Path, typer.Option(help="The published figures.", metavar="FILE")] = PAPER,
+    paper: Annotated[
+        Path | None, typer.Option(help="The published figures; those of this checkout if not given.", metavar="FILE")
+    ] = None,
     report_only: Annotated[bool, typer.Option("--report-only", help="Measure nothing; write what is known.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for records and tables.", metavar="DIR")] = Path("runs/reproduce"),
 ) -> None:
@@ -24,6 +24,9 @@ def reproduce_speed(
 
     Example: comet reproduce-speed --records results/measured --report-only
     """
+    from comet_core.recipe import recipe_folder
+
+    paper = paper or recipe_folder().parent / "results" / "paper" / "speed.csv"
     if not paper.is_file():
         raise CometError(f"{paper} is not there", "Run this in a checkout of COMET, or give --paper FILE.")
     if not report_only:

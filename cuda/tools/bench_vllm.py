@@ -52,7 +52,8 @@ def perplexity(packed: str, tokens_file: str, out: str) -> None:
 
     from comet_core.evaluate import Scores, score_windows
     from comet_core.packed import load_packed
-    from comet_core.results import append, provenance
+    from comet_core.provenance import provenance
+    from comet_core.results import append
 
     with safe_open(tokens_file, "pt") as file:
         tokens, about = file.get_tensor("tokens"), file.metadata()
@@ -143,7 +144,8 @@ def throughput(alias: str, out: str, *schemes: str) -> None:
     import torch
     from vllm import SamplingParams
 
-    from comet_core.results import append, provenance
+    from comet_core.provenance import provenance
+    from comet_core.results import append
 
     generator = torch.Generator().manual_seed(0)
     on_gpu = torch.cuda.is_available()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from comet_core import results, tables
+from comet_core.provenance import provenance
 from comet_cuda.errors import CometError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,13 @@ def eval_record(**changes: object) -> results.Record:
         "provenance": {},
     }
     return {**record, **changes}
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_the_record_in_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CometError, match="cannot be written") as caught:
+        results.append(tmp_path / "file" / "records.jsonl", eval_record())
+    assert json.loads(caught.value.hint.partition("The record is: ")[2]) == eval_record()
 
 
 def append_many(path: Path, name: str) -> None:
@@ -171,7 +179,7 @@ def test_main_writes_tables_and_reports_errors(tmp_path: Path, capsys: pytest.Ca
 
 def test_provenance_names_code_machine_and_moment_without_local_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/opt/bin/comet", "eval", str(Path.cwd() / "runs" / "a b"), f"{Path.home()}/m"])
-    found = results.provenance(recipe_digest="abc", seed=7)
+    found = provenance(recipe_digest="abc", seed=7)
     assert found["command"] == "comet eval 'runs/a b' ~/m"
     assert (found["recipe_digest"], found["seed"], found["device"], found["gpu"]) == ("abc", 7, "cpu", None)
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", found["git"])

@@ -229,7 +229,7 @@ def main() -> int:
     found = run(args.count, args.seed, print)
     print(json.dumps(found | {"failures": len(found["failures"])}))
     if args.record:
-        from comet_core.results import provenance
+        from comet_core.provenance import provenance
 
         command = f"python tests/fuzz/campaign.py --count {args.count} --seed {args.seed}"
         line = json.dumps({"kind": "fuzz", **found, "provenance": provenance(command, seed=args.seed)})
