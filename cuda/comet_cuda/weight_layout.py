@@ -35,6 +35,8 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
+from comet_cuda.quantize_act import QUAD as QUAD
+from comet_cuda.quantize_act import QUAD_EXPONENTS as QUAD_EXPONENTS
 
 ATOM = 8  # tokens in one swizzle atom
 ATOM_BYTES = ATOM * BLOCK
@@ -44,9 +46,7 @@ NIBBLE_BYTES = ROW_TILE * BLOCK // 2
 SCALE_BYTES = 2 * ROW_TILE
 TERM_BLOCKS = 32  # blocks in one zero-point product
 E4M3_SCALE = 512.0  # 2^9: a zero-extended nibble, read as e4m3, is code * 2^-9
-QUAD = 4  # blocks whose INT4 scales are the same up to powers of two, where scales are shared
-QUAD_SHIFT = 4  # codes are stored times 2^(4 - e), e in
-QUAD_EXPONENTS = (-2, 13)  # so that 7 * 2^6 and 2^-9, the ends of e4m3, both occur
+QUAD_SHIFT = 4  # codes are stored times 2^(4 - e), e in QUAD_EXPONENTS: both 7 * 2^6 and 2^-9, the ends of e4m3, occur
 
 _E4M3_OF_INT4 = tuple(
     (0x80 if q < 0 else 0) | (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50)[abs(q)] for q in range(-8, 8)

@@ -262,7 +262,7 @@ class TestOnGpu:
             quantize_act_gpu(x, perm, bits[:1], clip, True)
         with pytest.raises(CometError, match="perm"):
             quantize_act_gpu(x, bits, bits, clip, True)
-        with pytest.raises(CometError, match="not"):
+        with pytest.raises(CometError, match="x is on cuda:0, its permutation, bits, clip or unit are not"):
             quantize_act_gpu(x, perm, bits.cpu(), clip, True)
         with pytest.raises(CometError, match="unit"):
             quantize_act_gpu(x, perm, bits, clip, True, 4, clip[:1])

@@ -10,7 +10,7 @@
 
 namespace comet {
 
-// Made by the host (make_plan in w4ax_gemm_sm90.py) and read from constant memory, so that it takes no registers.
+// Made by the host (make_plan in tiles_sm90.py) and read from constant memory, so that it takes no registers.
 struct Schedule {
     int stream_tiles;  // tiles cut along K
     int tiles;         // all tiles
