@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-import comet_cuda.quantize_fused
-import comet_cuda.sixteen_bit  # noqa: F401  (both register ops)
+import comet_cuda.sixteen_bit  # noqa: F401  (registers ops)
 from comet_core.linear import W4AxLinear
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
 from comet_cuda.quantize_act import quantize_act, to_blocks
+from comet_cuda.quantize_fused import rms_norm_quantize, silu_mul_quantize
 from comet_cuda.sixteen_bit import to_fp8
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
@@ -138,21 +138,21 @@ class W4AxTiled:
     bias: Tensor | None
     dtype: torch.dtype
 
-    @property
-    def _format(self) -> tuple[object, ...]:
-        f = self.prepared.inputs
-        shared = () if f.share == 1 else (f.share, f.unit)
-        return (f.perm, f.block_bits, f.clip, f.hadamard, self.prepared.layout, *shared)
-
     def take(self, x: Tensor) -> Operand:
         return Operand(*self.prepared.quantize(x), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
-        codes, meta, summed = torch.ops.comet.rms_norm_quantize(x, residual, weight, eps, *self._format)
+        f = self.prepared.inputs
+        codes, meta, summed = rms_norm_quantize(
+            x, residual, weight, eps, f.perm, f.block_bits, f.clip, f.hadamard, self.prepared.layout, f.share, f.unit
+        )
         return Operand(codes, meta, x.shape[0]), x if residual is None else summed
 
     def take_silu_mul(self, gate_up: Tensor) -> Operand:
-        codes, meta = torch.ops.comet.silu_mul_quantize(gate_up, *self._format)
+        f = self.prepared.inputs
+        codes, meta = silu_mul_quantize(
+            gate_up, f.perm, f.block_bits, f.clip, f.hadamard, self.prepared.layout, f.share, f.unit
+        )
         return Operand(codes, meta, gate_up.shape[0])
 
     def multiply(self, operand: Operand) -> Tensor:

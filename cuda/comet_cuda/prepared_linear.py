@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda as quantize_act_cuda  # registers quantize_act_tiled
 from comet_cuda.dispatch import device_capability, family_of
+from comet_cuda.quantize_act_cuda import quantize_act_tiled
 from comet_cuda.w4ax_gemm_sm80 import Sm80Weight, prepare_weight_sm80, w4ax_gemm_sm80
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, prepare_weight_sm90, w4ax_gemm_tiled
 
@@ -38,10 +38,7 @@ class PreparedLinear:
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: float [M, K] -> codes and meta in this layout."""
         f = self.inputs
-        shared = () if f.share == 1 else (f.share, f.unit)
-        arguments = (x, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, *shared)
-        codes, meta = torch.ops.comet.quantize_act_tiled(*arguments)
-        return codes, meta
+        return quantize_act_tiled(x, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit)
 
     def multiply(self, codes: Tensor, meta: Tensor, tokens: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What `quantize` (or a fused form of it) returned for M tokens -> dtype [M, N]."""
@@ -71,7 +68,7 @@ def prepare_linear(
     """
     layout = layout or family_of(device_capability(qweight.get_device())).name
     if layout == "sm_90":
-        shared = () if inputs.share == 1 else (inputs.share,)
-        return PreparedLinear(layout, prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits, *shared), inputs)
+        sm90 = prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits, inputs.share)
+        return PreparedLinear(layout, sm90, inputs)
     portable = layout == "portable"
     return PreparedLinear(layout, prepare_weight_sm80(qweight, w_scale, w_zero, inputs.block_bits, portable), inputs)
