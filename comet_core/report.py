@@ -66,7 +66,7 @@ def write_report(run: Path, out: Path, records: Sequence[Record], tables: Path |
     packed = run / "packed" if (run / "packed").is_dir() else run
     found = inspect_packed(packed)
     mine = [r for r in records if r.get("model") == found["model"]]
-    kernels = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm"]
+    kernels = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and (r["speedup"] or 0) > 0]
     page_tables = [
         _perplexity(mine, found["recipe_digest"]),
         _zero_shot(mine),

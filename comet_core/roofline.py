@@ -26,7 +26,12 @@ class Gpu:
 
 
 GPUS = {
-    "H200": Gpu("H200", 4.3, {"bf16": 790.0, "fp8": 1540.0, "w4ax": 1540.0}, "measured: results/LOG.md"),
+    "H200": Gpu(
+        "H200",
+        4.3,
+        {"bf16": 790.0, "fp8": 1540.0, "w4ax": 1540.0},
+        "a large copy and cuBLAS at its best on one, no record kept",
+    ),
     "A100": Gpu("A100 80 GB", 2.039, {"bf16": 312.0, "fp8": 624.0, "w4ax": 1248.0}, "data sheet; fp8 stands for INT8"),
 }
 

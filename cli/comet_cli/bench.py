@@ -48,6 +48,8 @@ def bench(
         return
     options.check_record_file(record)
     if roofline:
+        if record is not None:
+            raise CometError("--roofline measures nothing that --record could keep", "For its figures: --json.")
         from comet_cli.bench_roofline import show
 
         show(model or DEFAULT_MODEL, gpu, plots, json=json)

@@ -301,6 +301,7 @@ def test_the_roofline_needs_no_gpu(tmp_path: Path) -> None:
     code, out, _ = comet("bench", "--roofline")
     assert code == 0 and "memory" in out and "131,072" in out
     assert comet("bench", "--roofline", "--gpu", "abacus")[0] == 2
+    assert "measures nothing" in comet("bench", "--roofline", "--record", "a.jsonl")[2]
 
 
 @pytest.mark.parametrize("given", [("--load", "3"), ("--load", "0/5"), ("--load", "5/1"), ("--batch", "maximum")])

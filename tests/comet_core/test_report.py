@@ -35,6 +35,13 @@ def run(tmp_path: Path) -> Path:
     append(home.parent / "eval.jsonl", record("w4a4kv4", "perplexity", 23.4567, digest))
     append(home / "mine.jsonl", record("w4a4kv4", "kl", 0.3456, digest))
     append(home / "mine.jsonl", record("other", "perplexity", 99.0) | {"model": "another"})
+    accuracy = record("w4a4kv4", "acc", 0.654, digest) | {"task": "piqa", "limit": 20}
+    for reading in ("16bit", "4bit"):
+        append(home / "mine.jsonl", accuracy | {"kv_open_page": reading})
+    kernel = dict.fromkeys(("m", "n", "k"), 8) | dict.fromkeys(("arch", "path"), "w4ax_gemm_sm90")
+    kernel |= dict.fromkeys(("ablation", "baseline", "baseline_us", "speedup", "bound_fraction", "weight_symmetry"))
+    kernel |= {"int4_fraction": 1.0, "includes_quantize": False, "median_us": 1.0, "provenance": {}}
+    append(home / "mine.jsonl", {"kind": "bench", "op": "w4ax_gemm"} | kernel)  # a kernel without a baseline
     return home
 
 
@@ -50,6 +57,8 @@ def test_the_page_holds_every_figure_and_needs_nothing_else(run: Path) -> None:
     rows = list(csv.reader((run / "tables" / "perplexity.csv").open()))
     assert rows[0][2] == "perplexity" and [row[2] for row in rows[1:]] == ["12.35", "23.46"]
     assert "| w4a4kv4 (this run) |" in (run / "tables" / "perplexity.md").read_text()
+    shots = [row[1] for row in csv.reader((run / "tables" / "zero-shot.csv").open())]
+    assert shots[1:] == ["piqa, acc, first 20", "piqa, acc, first 20, open page in 4 bit too"]
     assert sum(1 for _ in (run / "tables" / "linears.csv").open()) == 15
 
 
