@@ -13,6 +13,7 @@ from typing import Any
 
 from comet_core.bench_kernel import Shape, bench_kernel, paper_shapes
 from comet_core.bench_serving import bench_serving
+from comet_core.model_source import alias_shapes
 from comet_core.progress import Progress
 from comet_core.recipe import recipe_folder
 from comet_core.results import Record, markdown
@@ -114,6 +115,7 @@ def _rate(records: Sequence[Record], wanted: dict[str, Any], scheme: str) -> flo
         if r["kind"] == "e2e"
         and (r["model"], r["scheme"], r["engine"]) == (wanted["model"], scheme, "comet")
         and [r["prompt_tokens"], r["output_tokens"]] == wanted["load"]
+        and r.get("layers") in (None, alias_shapes(wanted["model"])["num_hidden_layers"])  # whole models only
         and (r.get("batch_is_largest") if wanted["batch"] == "max" else r["batch"] == wanted["batch"])
     ]
     return found[-1] if found else None

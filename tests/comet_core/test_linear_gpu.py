@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from comet_core.linear import W4AxLinear
 from comet_core.packed import load_packed
 
