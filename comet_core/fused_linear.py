@@ -272,7 +272,8 @@ def w4ax_linear(
     """A packed linear in the form of the device it is on; `layout` overrides that (tests)."""
     if qweight.dtype == torch.int8 or (layout is None and not qweight.is_cuda) or layout == "canonical":
         return W4AxCanonical(qweight, w_scale, w_zero, inputs, bias, dtype)
-    return W4AxTiled(prepare_linear(qweight, w_scale, w_zero, inputs, layout), bias, dtype)
+    wide = None if bias is None else bias.float()  # as the kernels add it, so that no call converts it
+    return W4AxTiled(prepare_linear(qweight, w_scale, w_zero, inputs, layout), wide, dtype)
 
 
 def fuse(name: str, linears: Sequence[nn.Module], dtype: torch.dtype, layout: str | None = None) -> FusedLinear:
