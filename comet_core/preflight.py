@@ -28,7 +28,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a command will take. Bytes and seconds."""
+    """What a command will take. Bytes and seconds.
+
+    `memory` is what the run holds. The C library keeps freed memory for later, so that the process was seen to take up
+    to twice as much on small models; MALLOC_MMAP_THRESHOLD_=262144 in the environment makes it give back.
+    """
 
     seconds: float
     memory: int  # peak of this process above what it holds now
@@ -122,7 +126,8 @@ def rehearse(
     few = min(windows, max(2, 4096 // recipe.calibration.seq_len))
     more = min(windows, 3 * few)
     plan = [(1, few), (1, few), (1, more), (min(2, layers), few)]  # the first warms caches up and does not count
-    runs = [_run_small(cut(n), with_calibration(recipe, samples=w), command, device, dtype) for n, w in plan]
+    held = forget_peak()  # before anything ran: what the C library keeps for later counts too
+    runs = [_run_small(cut(n), with_calibration(recipe, samples=w), command, device, dtype, held) for n, w in plan]
     _, base, wide, deep = runs
 
     def extended(value: Callable[[_Run], float]) -> float:
@@ -143,14 +148,14 @@ def rehearse(
     )
 
 
-def _run_small(source: ModelSource, recipe: Recipe, command: str, device: str, dtype: str) -> _Run:
+def _run_small(source: ModelSource, recipe: Recipe, command: str, device: str, dtype: str, held: int) -> _Run:
     from comet_core.calibrate import calibrate
     from comet_core.pack import pack
 
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    held = forget_peak()
+    forget_peak()
     with tempfile.TemporaryDirectory(prefix="comet-rehearsal-") as name:
         home = Path(name)
         start = time.perf_counter()
