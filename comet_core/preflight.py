@@ -66,6 +66,11 @@ def packed_bytes(source: ModelSource, recipe: Recipe) -> int:
     return total
 
 
+def packing_disk(source: ModelSource, recipe: Recipe) -> int:
+    """Bytes that packing needs on the disk: the packed folder, and beside it the draft that tuning starts from."""
+    return packed_bytes(source, recipe) * (2 if recipe.tuning.epochs else 1) + SPARE_DISK
+
+
 def _linear_names(source: ModelSource) -> set[str]:
     """Full names of the linears inside the decoder layers."""
     from transformers import AutoModelForCausalLM
@@ -144,7 +149,7 @@ def rehearse(
         seconds=extended(lambda run: run.seconds),
         memory=at_most(lambda run: run.memory),
         gpu_memory=at_most(lambda run: run.gpu_memory),
-        disk=packed_bytes(whole, recipe) + SPARE_DISK if command == "pack" else SPARE_DISK,
+        disk=packing_disk(whole, recipe) if command == "pack" else SPARE_DISK,
     )
 
 

@@ -50,7 +50,7 @@ def pack(
     options.set_threads(threads)
     from comet_core.calibration import load_calibration
     from comet_core.pack import pack as pack_model
-    from comet_core.preflight import SPARE_DISK, packed_bytes, require_disk
+    from comet_core.preflight import packing_disk, require_disk
 
     if calibration is not None and recipe is None:  # a calibration knows its recipe
         chosen = load_calibration(calibration).recipe
@@ -60,7 +60,7 @@ def pack(
         predict("pack", calibrate.cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
         return
     there = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
-    require_disk(folder, packed_bytes(source, chosen) + SPARE_DISK - there, "the packed model")
+    require_disk(folder, packing_disk(source, chosen) - there, "the packed model")
     if calibration is None:
         calibration = home / "calibration"
         if reason := why_not(calibration, source, chosen, flags):

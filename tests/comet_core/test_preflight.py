@@ -2,6 +2,7 @@
 
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from transformers import LlamaConfig
 from comet_core.calibrate import calibrate
 from comet_core.model_source import ModelSource, resolve_model
 from comet_core.pack import pack
-from comet_core.preflight import SPARE_DISK, forget_peak, packed_bytes, peak_memory, rehearse, require_disk
+from comet_core.preflight import (
+    SPARE_DISK,
+    forget_peak,
+    packed_bytes,
+    packing_disk,
+    peak_memory,
+    rehearse,
+    require_disk,
+)
 from comet_core.progress import SilentProgress
 from comet_core.recipe import load_recipe, with_calibration
 from comet_cuda.errors import CometError
@@ -36,7 +45,9 @@ def test_disk_follows_from_shapes(tmp_path: Path, name: str) -> None:
     info = pack(source, tmp_path / "calibration", None, tmp_path / "packed", device="cpu", progress=SilentProgress())
     tensors = sum(file.stat().st_size for file in (tmp_path / "packed").glob("*.safetensors"))
     assert 0.97 < packed_bytes(source, recipe) / tensors < 1.03
-    assert packed_bytes(source, recipe) + SPARE_DISK > info.bytes
+    assert packing_disk(source, recipe) == packed_bytes(source, recipe) + SPARE_DISK > info.bytes
+    tuned = replace(recipe, tuning=replace(recipe.tuning, epochs=1))
+    assert packing_disk(source, tuned) - SPARE_DISK == 2 * packed_bytes(source, recipe)
 
 
 def test_a_disk_that_is_too_small_is_named_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
