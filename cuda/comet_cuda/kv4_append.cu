@@ -1,25 +1,28 @@
 // kv4_append, rope_append, rope_qk_: new keys and values -> the paged 4-bit cache, with or without the rotary embedding.
 //
-// kv4_append: a cta takes one kv head of one *run*, the new tokens of one sequence that share a page. The cta of a
-// token that is not the first of its run leaves at once, so the host need not know where runs begin. A run quantizes
+// kv4_append: a cta takes one kv head of one *run*, the new tokens of one sequence that share a page. Given single tokens,
+// the cta of one that is not the first of its run leaves at once, so the host need not know where runs begin. A run quantizes
 // its values, and its keys if it fills the page. A page is read before the open page is overwritten, so there are two
-// launches: stage 0 writes all but the open page of sequences with several runs, stage 2 that. Stage 3 is stage 0 where
-// no sequence has more than one token.
+// launches: stage 0 writes all but the open page of sequences with several runs, stage 2 that.
+// kv4_append_token: one token of each sequence; a warp takes one kv head of it. Further ctas, for four heads each, wait
+// for nothing: they quantize the page if this token fills it.
 // rope_append: a cta takes one kv head of one token with its q heads; a warp takes one head.
 // rope_qk: a warp takes one q or k head of one token.
 //
-// Definitions: those of kv4_cache.cuh, and ENTRY (0 kv4_append, 1 rope_append, 2 rope_qk).
+// Definitions: those of kv4_cache.cuh, and ENTRY (0 kv4_append, 1 rope_append, 2 rope_qk,
+// 3 kv4_append_chunk: kv4_append of whole sequences, with `starts`, 4 kv4_append_token).
 #include "comet/kv4_quantize.cuh"
 
 using namespace comet;
 
 struct Params {
   Cache cache;
-  const uint16_t *k, *v; // ENTRY 0: [N, H, D] with rows k_pitch and v_pitch elements apart. Else k is qkv
+  const uint16_t *k, *v; // ENTRY 0, 3, 4: [N, H, D] with rows k_pitch and v_pitch elements apart. Else k is qkv
   uint16_t* q;           // ENTRY 1: [N, Hq, D]; 2: qkv
   const float *cos, *sin;            // [positions, half]
   const uint16_t *q_weight, *k_weight; // [D] or null
-  const int *slot, *position;        // [N]
+  const int *slot, *position;          // [N], ENTRY 3: [R]
+  const int* starts;                   // [R + 1], the first row of each sequence (ENTRY 3)
   long long k_pitch, v_pitch;
   int tokens, q_heads, half, stage;
   float eps;
@@ -27,6 +30,10 @@ struct Params {
 };
 
 extern __shared__ __align__(16) char memory[];
+
+// Ctas a multiprocessor that registers must allow: many where a step of decoding waits for nothing but memory.
+constexpr int kThreadsOfSm = (ENTRY == 1 || ENTRY == 4) && kDim < 256 ? 1280 : 768;
+constexpr int kCtas = kThreadsOfSm < kThreads ? 1 : kThreadsOfSm / kThreads;
 
 // One head of D channels in a warp: lane l holds pairs l, l + 32, ... A pair is two channels that are rotated together,
 // or two that are not rotated.
@@ -84,55 +91,87 @@ __device__ __forceinline__ void rotate_head(Head& h, const float* cos, const flo
   }
 }
 
-#if ENTRY == 0
+#if ENTRY == 0 || ENTRY == 3
 
-extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_constant__ Params p) {
+// New tokens of one sequence that share a page, or are sinks.
+struct Run {
+  int token, count; // rows token .. token + count - 1; count 0: none
+  int slot, place;  // of the first; place counts from the sinks on, place < 0: a sink
+  bool is_last;     // of the sequence in this call
+  bool is_later;    // another run with a page comes before
+};
+__device__ __forceinline__ int page_of(int place) { return place < 0 ? -1 : place / kPage; }
+
+// The run that begins with row `token`; none if it begins earlier. By the whole cta, in one trip to memory.
+__device__ __forceinline__ Run run_of_token(const Params& p, int token) {
+  const int next = token + threadIdx.x, sinks = p.cache.sinks;
+  const bool exists = next < p.tokens;
+  const int s = p.slot[token], place = p.position[token] - sinks;
+  const int s_before = token > 0 ? p.slot[token - 1] : -1, before = token > 0 ? p.position[token - 1] - sinks : 0;
+  const int s_next = exists ? p.slot[next] : -1, place_next = exists ? p.position[next] - sinks : 0;
+  const int index = page_of(place);
+  Run run = {token, 1, s, place, true, s_before == s && before >= 0};
+  if (s < 0 || (index >= 0 && s_before == s && page_of(before) == index)) run.count = 0; // a sink is a run of its own
+  if (run.count == 0 || index < 0) return run;
+  run.count = __syncthreads_count(threadIdx.x < kPage && s_next == s && page_of(place_next) == index);
+  for (int from = kThreads; from < kPage && run.count == from; from += kThreads) {
+    const int i = next + from;
+    run.count += __syncthreads_count(from + threadIdx.x < kPage && i < p.tokens && p.slot[i] == s &&
+                                     page_of(p.position[i] - sinks) == index);
+  }
+  run.is_last = token + run.count >= p.tokens || p.slot[token + run.count] != s;
+  return run;
+}
+// The n-th run of sequence r, where the host knows how many there may be.
+__device__ __forceinline__ Run run_of_sequence(const Params& p, int n, int r) {
+  const int begin = p.starts[r], end = p.starts[r + 1], s = p.slot[r], old = p.position[r], sinks = p.cache.sinks;
+  const int index = page_of(old - sinks) + n, base = index < 0 ? 0 : sinks + index * kPage;
+  const int from = max(base, old), to = min(index < 0 ? sinks : base + kPage, old + end - begin);
+  return {begin + from - old, s < 0 ? 0 : max(to - from, 0), s, from - sinks, to == old + end - begin,
+          from > old && from > sinks};
+}
+
+#if ENTRY == 0
+#define NAME kv4_append
+#else
+#define NAME kv4_append_chunk
+#endif
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) NAME(const __grid_constant__ Params p) {
   PageShared& shared = *reinterpret_cast<PageShared*>(memory);
   const Cache& c = p.cache;
-  const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int next = token + threadIdx.x; // loaded before anything is decided: one trip to memory
-  const bool exists = next < p.tokens;
-  const int s = p.slot[token], place = p.position[token] - c.sinks; // place < 0: a sink
-  const int s_before = token > 0 ? p.slot[token - 1] : -1, before = token > 0 ? p.position[token - 1] - c.sinks : 0;
-  const int s_next = exists ? p.slot[next] : -1, place_next = exists ? p.position[next] - c.sinks : 0;
-  if (s < 0) return;
-  const auto page_of = [](int place) { return place < 0 ? -1 : place / kPage; };
-  const int index = page_of(place);
-  if (index >= 0 && s_before == s && page_of(before) == index) return; // a sink is a run of its own
-  int count = 1; // the run's tokens stand side by side
-  if (p.stage != 3 && index >= 0) {
-    count = __syncthreads_count(threadIdx.x < kPage && s_next == s && page_of(place_next) == index);
-    for (int from = kThreads; from < kPage && count == from; from += kThreads) {
-      const int i = next + from;
-      count += __syncthreads_count(from + threadIdx.x < kPage && i < p.tokens && p.slot[i] == s &&
-                                   page_of(p.position[i] - c.sinks) == index);
-    }
-  }
-  const uint16_t* k = p.k + token * p.k_pitch + head * kDim;
-  const uint16_t* v = p.v + token * p.v_pitch + head * kDim;
+#if ENTRY == 0
+  const Run run = run_of_token(p, blockIdx.x);
+#else
+  const Run run = run_of_sequence(p, blockIdx.x, blockIdx.z);
+#endif
+  if (run.count == 0) return;
+  const int s = run.slot, place = run.place, count = run.count;
+  const uint16_t* k = p.k + run.token * p.k_pitch + head * kDim;
+  const uint16_t* v = p.v + run.token * p.v_pitch + head * kDim;
   const auto copy = [&](uint16_t* to, const uint16_t* from, long long pitch, int n) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < n * kVectors; i += kThreads)
       reinterpret_cast<uint4*>(to + i / kVectors * kDim)[i % kVectors] =
           reinterpret_cast<const uint4*>(from + i / kVectors * pitch)[i % kVectors];
   };
-  if (index < 0) {
+  if (place < 0) {
     if (p.stage == 2) return;
     const size_t at = ((size_t(s) * c.heads + head) * c.sinks + c.sinks + place) * kDim;
-    copy(c.k_sink + at, k, 0, 1);
-    copy(c.v_sink + at, v, 0, 1);
+    copy(c.k_sink + at, k, p.k_pitch, count);
+    copy(c.v_sink + at, v, p.v_pitch, count);
     return;
   }
   const int first = place % kPage; // slot of the run's first token
   uint16_t* open = c.k_open + (size_t(s) * c.heads + head) * kPage * kDim;
-  const bool later_run = s_before == s && before >= 0;
-  const bool last_run = p.stage == 3 || token + count >= p.tokens || p.slot[token + count] != s;
   if (p.stage == 2) {
-    if (last_run && later_run) copy(open + first * kDim, k, p.k_pitch, count);
+    if (run.is_last && run.is_later) copy(open + first * kDim, k, p.k_pitch, count);
     return;
   }
-  const int page = c.page_table[size_t(s) * c.table_width + index];
+  const int page = c.page_table[size_t(s) * c.table_width + place / kPage];
+#pragma unroll 1
   for (int word = first / 8 + warp; word <= (first + count - 1) / 8; word += kWarps) {
     const int begin = max(first, 8 * word), end = min(first + count, 8 * word + 8);
     append_values(c, page, head, begin, end - begin, v + (begin - first) * p.v_pitch, size_t(p.v_pitch), lane);
@@ -140,12 +179,53 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv4_append(const __grid_c
   if (first + count == kPage)
     quantize_page(
         c, page, head, [&](int i) { return i < first ? open + i * kDim : k + (i - first) * p.k_pitch; }, shared);
-  if (last_run && !later_run) copy(open + first * kDim, k, p.k_pitch, count);
+  if (run.is_last && !run.is_later) copy(open + first * kDim, k, p.k_pitch, count);
+}
+
+#elif ENTRY == 4
+
+constexpr int kHeadsOfPageCta = 4;
+
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) kv4_append_token(const __grid_constant__ Params p) {
+  PageShared& shared = *reinterpret_cast<PageShared*>(memory);
+  const Cache& c = p.cache;
+  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int groups = (c.heads + kWarps - 1) / kWarps;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int s = p.slot[token], place = p.position[token] - c.sinks, slot = place % kPage;
+  if (s < 0) return;
+  const uint16_t *k = p.k + token * p.k_pitch, *v = p.v + token * p.v_pitch;
+  const int* table = c.page_table + size_t(s) * c.table_width;
+  if (blockIdx.y < groups) {
+    const int head = blockIdx.y * kWarps + warp;
+    if (head >= c.heads) return;
+    const size_t sequence = page_head(c, s, head);
+    uint16_t* k_to = place < 0 ? c.k_sink + (sequence * c.sinks + c.sinks + place) * kDim
+                               : c.k_open + (sequence * kPage + slot) * kDim;
+    if (lane < kVectors)
+      reinterpret_cast<uint4*>(k_to)[lane] = reinterpret_cast<const uint4*>(k + head * kDim)[lane];
+    if (place >= 0)
+      append_values(c, table[place / kPage], head, slot, 1, v + head * kDim, 0, lane);
+    else if (lane < kVectors)
+      reinterpret_cast<uint4*>(c.v_sink + (sequence * c.sinks + c.sinks + place) * kDim)[lane] =
+          reinterpret_cast<const uint4*>(v + head * kDim)[lane];
+    return;
+  }
+  if (place < 0 || slot != kPage - 1) return;
+  const int first = (blockIdx.y - groups) * kHeadsOfPageCta;
+  for (int head = first; head < min(first + kHeadsOfPageCta, c.heads); ++head) {
+    const uint16_t* open = c.k_open + size_t(page_head(c, s, head)) * kPage * kDim;
+    const uint16_t* newest = k + head * kDim;
+    quantize_page(
+        c, table[place / kPage], head, [&](int i) { return i < kPage - 1 ? open + i * kDim : newest; }, shared);
+    __syncthreads(); // `shared` is read until here
+  }
 }
 
 #elif ENTRY == 1
 
-extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append(const __grid_constant__ Params p) {
   PageShared& shared = *reinterpret_cast<PageShared*>(memory);
   const Cache& c = p.cache;
   const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -188,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rope_append(const __grid_
 
 #else
 
-extern "C" __global__ void __launch_bounds__(kThreads) rope_qk(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_qk(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % 32, heads = p.q_heads + p.cache.heads;
   const long long item = (long long)blockIdx.x * kWarps + threadIdx.x / 32;
   wait_for_previous_kernel();

@@ -20,10 +20,11 @@ OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in th
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 HEAD_DIMS = (64, 96, 128, 256)
 PAGES = (32, 64, 128, 256)
-ENTRIES = ("kv4_append", "rope_append", "rope_qk")
+ENTRIES = ("kv4_append", "rope_append", "rope_qk", "kv4_append_chunk", "kv4_append_token")
+HEADS_OF_PAGE_CTA = 4  # kv heads whose page a further cta of kv4_append_token quantizes
 
 _CACHE = struct.Struct("<10Q4i")
-_APPEND = struct.Struct("<96s9Q2q4if4x")
+_APPEND = struct.Struct("<96s10Q2q4if4x")
 
 
 def pack_cache(cache: Sequence[Tensor], page_table: Tensor) -> bytes:
@@ -93,29 +94,50 @@ def kv4_append_gpu(
     """`kv4_append` on CUDA tensors. max_new 1: no sequence has more than one token here, so one launch is enough."""
     check_cache("kv4_append", cache, k.dtype, slot, position, page_table)
     packed = pack_cache(cache, page_table)
-    launch_append(k, v, slot, position, packed, cache, 3 if max_new == 1 else 0)
-    if max_new != 1:
-        launch_append(k, v, slot, position, packed, cache, 2)
+    if max_new == 1:
+        launch_append(k, v, slot, position, packed, cache, 0, entry="kv4_append_token")
+        return
+    launch_append(k, v, slot, position, packed, cache, 0)
+    launch_append(k, v, slot, position, packed, cache, 2)
 
 
 def launch_append(
-    k: Tensor, v: Tensor, slot: Tensor, position: Tensor, packed: bytes, cache: Sequence[Tensor], stage: int
+    k: Tensor,
+    v: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    packed: bytes,
+    cache: Sequence[Tensor],
+    stage: int,
+    entry: str = "kv4_append",
+    starts: Tensor | None = None,
+    runs: int = 0,
 ) -> None:
-    """One launch of kv4_append; `stage` as in kv4_append.cu."""
+    """One launch of kv4_append, kv4_append_token or kv4_append_chunk; `stage` as in kv4_append.cu.
+
+    For chunks, slot and position are those of whole sequences that begin at `starts`, each of at most `runs` pages
+    (sinks count as one).
+    """
     tokens, heads, dim = k.shape[0], cache[0].shape[1], cache[6].shape[3]
     if k.shape != (tokens, heads, dim) or v.shape != k.shape or k.dtype != v.dtype:
         raise CometError(f"kv4_append: k {tuple(k.shape)}, v {tuple(v.shape)} for {heads} kv heads of {dim} channels")
-    _check_indices("kv4_append", tokens, slot, position)
+    if starts is None:
+        _check_indices("kv4_append", tokens, slot, position)
     if tokens == 0:
         return
     device = k.get_device()
-    kernel, overlap = _append_kernel(device, k.dtype, dim, cache[0].shape[2], "kv4_append")
+    kernel, overlap = _append_kernel(device, k.dtype, dim, cache[0].shape[2], entry)
     pitches = heads_pitch("kv4_append k", k, dim), heads_pitch("kv4_append v", v, dim)
     params = _APPEND.pack(
-        packed, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, slot.data_ptr(), position.data_ptr(), *pitches,
-        tokens, 0, 0, stage, 0.0,
+        packed, k.data_ptr(), v.data_ptr(), 0, 0, 0, 0, 0, slot.data_ptr(), position.data_ptr(),
+        0 if starts is None else starts.data_ptr(), *pitches, tokens, 0, 0, stage, 0.0,
     )  # fmt: skip
-    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
+    grids = {
+        "kv4_append": (tokens, heads),
+        "kv4_append_token": (tokens, -(-heads // (dim // 16)) + -(-heads // HEADS_OF_PAGE_CTA)),
+        "kv4_append_chunk": (runs, heads, slot.shape[0]),
+    }
+    kernel.launch_on(device, grids[entry], 2 * dim, (params,), append_shared_bytes(dim, entry), overlap)
 
 
 def _check_rope(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, dim: int, heads: int) -> None:
@@ -168,7 +190,7 @@ def rope_append_gpu(
         pack_cache(cache, page_table), qkv.data_ptr(), 0, q.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         _weight_pointer("rope_append", q_weight, qkv, dim),  # type: ignore[arg-type]
         _weight_pointer("rope_append", k_weight, qkv, dim),  # type: ignore[arg-type]
-        slot.data_ptr(), position.data_ptr(), 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
+        slot.data_ptr(), position.data_ptr(), 0, 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
     )  # fmt: skip
     kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
     return q
@@ -202,7 +224,7 @@ def rope_qk_gpu(
     weights = (_weight_pointer("rope_qk_", weight, qkv, dim) for weight in (q_weight, k_weight))
     params = _APPEND.pack(
         _CACHE.pack(*[0] * 10, 0, kv_heads, 0, 0), 0, 0, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights,
-        0, position.data_ptr(), 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
+        0, position.data_ptr(), 0, 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
     )  # fmt: skip
     warps = 2 * dim // 32
     kernel.launch_on(device, -(-tokens * (q_heads + kv_heads) // warps), 2 * dim, (params,), 0, overlap)

@@ -27,11 +27,34 @@ struct Params {
   float scale, cap_log2;                // q . k -> log2 units, or -> score over softcap
 };
 
+// Which part of a sequence is read, and which of it by one chunk.
+struct Span {
+  int sinks, paged;     // tokens
+  int own;              // page of the newest token
+  int oldest, visible;  // first token that is read, of all and of the paged ones
+  int begin, end;       // pages of this chunk
+  int chunks;           // of the sequence
+  int heads;            // q heads of this cta
+  long long q_row;      // element where they begin
+  __device__ __forceinline__ Span() {}
+  __device__ __forceinline__ Span(const Params& p, int length, int chunk) {
+    sinks = min(p.cache.sinks, length), paged = length - sinks;
+    own = paged > 0 ? (paged - 1) / kPage : 0;
+    oldest = p.window > 0 ? max(length - p.window, 0) : 0;
+    visible = max(oldest - p.cache.sinks, 0);
+    const int low = visible / kPage, first = p.chunk - kOpenPages; // pages of chunk 0
+    chunks = 1 + max(own - low - first + p.chunk - 1, 0) / p.chunk;
+    begin = low + (chunk == 0 ? 0 : first + (chunk - 1) * p.chunk);
+    end = min(low + first + chunk * p.chunk, own);
+  }
+};
+
 struct Shared {
   char ring[kWarps][kRingBytes];
   char params[kWarps][2][kParamBytes];
   uint4 q[NT * kPieces * 32]; // InShared's order
   float top[kWarps][kHeads], total[kWarps][kHeads];
+  Span span;
   int is_last;
 };
 
@@ -153,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = blockIdx.x / p.head_tiles, head_tile = blockIdx.x % p.head_tiles, row = blockIdx.y, chunk = blockIdx.z;
   const int heads = min(p.group - head_tile * kHeads, kHeads);
-  const size_t q_row = (size_t(row) * c.heads * p.group + head * p.group + head_tile * kHeads) * kDim;
+  const long long q_row = (size_t(row) * c.heads * p.group + head * p.group + head_tile * kHeads) * kDim;
   const uint16_t* q = p.q + q_row;
   // slot, length, page_table and complete pages are older than the previous kernel, which appends one token.
   const int s = p.slot[row], length = p.length[row];
@@ -163,19 +186,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
       for (int i = threadIdx.x; i < heads * kDim; i += kThreads) p.out[q_row + i] = 0;
     return;
   }
-  const int sinks = min(c.sinks, length), paged = length - sinks;
-  const int own = paged > 0 ? (paged - 1) / kPage : 0; // the page of the newest token
-  const int oldest = p.window > 0 ? max(length - p.window, 0) : 0;
-  const int visible = max(oldest - c.sinks, 0); // the first paged token that is read
-  const int low = visible / kPage, pages = own - low, first_chunk = p.chunk - kOpenPages;
-  const int chunks = 1 + max(pages - first_chunk + p.chunk - 1, 0) / p.chunk;
-  if (chunk >= chunks) return;
-  const int begin = low + (chunk == 0 ? 0 : first_chunk + (chunk - 1) * p.chunk);
-  const int end = min(low + first_chunk + chunk * p.chunk, own);
+  const Span span(p, length, chunk);
+  if (chunk >= span.chunks) return;
+  if (threadIdx.x == 0) {
+    shared.span = span;
+    shared.span.heads = heads, shared.span.q_row = q_row;
+  }
   const int* table = c.page_table + size_t(s) * c.table_width;
-  const int first = begin + (chunk == 0 ? kWarps - 1 - warp : warp);
+  const int first = span.begin + (chunk == 0 ? kWarps - 1 - warp : warp);
   Producer<kWarps> producer(c, table, shared_address(shared.ring[warp]), shared_address(shared.params[warp]), head, lane, first,
-                    end);
+                    span.end);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) producer.step();
   wait_for_previous_kernel();
@@ -187,27 +207,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   Attention out;
   out.clear();
   const InShared lane_q{shared.q + lane};
-  attend_pages(p, out, producer, shared, lane_q, first, end, visible, warp, lane);
+  attend_pages(p, out, producer, shared, lane_q, first, span.end, span.visible, warp, lane);
   if (chunk == 0) {
-    const int sequence = page_head(c, s, head);
-    if (paged > 0) {
-      const int count = paged - own * kPage, from = max(visible - own * kPage, 0);
-      const int at = page_head(c, table[own], head);
+    const Span again = shared.span; // registers are short in the loop over pages
+    const int s = p.slot[row], sequence = page_head(c, s, head);
+    if (again.paged > 0) {
+      const int count = again.paged - again.own * kPage, from = max(again.visible - again.own * kPage, 0);
+      const int at = page_head(c, c.page_table[size_t(s) * c.table_width + again.own], head);
       for (int tile = from / kTile + warp; tile * kTile < count; tile += kWarps)
         attend_open(p, out, lane_q, sequence, at, shared.ring[warp], tile, from, count, lane);
     }
     const uint16_t *k_sink = c.k_sink + size_t(sequence) * c.sinks * kDim, *v_sink = c.v_sink + size_t(sequence) * c.sinks * kDim;
-    for (int base = (kWarps - 1 - warp) * kTile; base < sinks; base += kWarps * kTile)
+    for (int base = (kWarps - 1 - warp) * kTile; base < again.sinks; base += kWarps * kTile)
       attend_sinks(
-          out, lane_q, k_sink, v_sink, base, sinks, [&](int token, int, int) { return token < oldest; }, p.scale,
-          p.cap_log2, lane);
+          out, lane_q, k_sink, v_sink, base, again.sinks, [&](int token, int, int) { return token < again.oldest; },
+          p.scale, p.cap_log2, lane);
   }
   out.finish();
   const float4* all = gather_warps(out, shared, warp, lane);
+  const int chunks = shared.span.chunks, all_heads = shared.span.heads;
+  uint16_t* to = p.out + shared.span.q_row;
   const size_t pair = size_t(row) * gridDim.x + blockIdx.x;
   constexpr int kPart = kHeads * (kDim + 4); // floats of one cta: output, then maximum and sum
   float* part = p.partial + pair * gridDim.z * kPart;
-  for (int i = threadIdx.x; i < heads * kDim / 4; i += kThreads) {
+  for (int i = threadIdx.x; i < all_heads * kDim / 4; i += kThreads) {
     const int hd = 4 * i / kDim;
     float total = 0.f, top = shared.top[0][hd];
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -219,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
       total = fmaf(shared.total[w][hd], exp2_fast(shared.top[w][hd] - top), total);
     }
     if (chunks == 1) {
-      store_four(p.out + q_row + 4 * i, sum, total);
+      store_four(to + 4 * i, sum, total);
     } else {
       float* mine = part + chunk * kPart;
       reinterpret_cast<float4*>(mine)[i] = sum;
@@ -234,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   if (!shared.is_last) return;
   __threadfence();
   if (threadIdx.x == 0) p.tickets[pair] = 0;
-  for (int i = threadIdx.x; i < heads * kDim / 4; i += kThreads) {
+  for (int i = threadIdx.x; i < all_heads * kDim / 4; i += kThreads) {
     const float* ends = part + kHeads * kDim + 4 * (4 * i / kDim);
     float top = kNoScore, total = 0.f;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -261,6 +284,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
         total = fmaf(g, end[z].y, total);
       }
     }
-    store_four(p.out + q_row + 4 * i, sum, total);
+    store_four(to + 4 * i, sum, total);
   }
 }

@@ -46,12 +46,14 @@ class DecodeTiles:
     def shared_bytes(self, dim: int, page: int) -> int:
         """Dynamic shared memory of a cta: `Shared` of kv4_decode.cu."""
         heads = 8 * self.head_tiles
-        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 16
+        return WARPS * (self.stages * 32 * dim + 8 * (dim + page)) + 2 * heads * dim + 8 * WARPS * heads + 64
 
 
-def decode_tiles(dim: int, page: int) -> DecodeTiles:
-    """The compilation for heads of `dim` channels; a ring is no longer than a page and a tile."""
-    return DecodeTiles(1, min(3 if dim < 256 else 2, 1 + page // 32), {64: 4, 96: 3, 128: 3, 256: 2}[dim])
+def decode_tiles(dim: int, page: int, softcap: bool) -> DecodeTiles:
+    """The compilation for heads of `dim` channels: what fits without spilling registers."""
+    if dim == 128 and (page < 128 or softcap):
+        return DecodeTiles(1, min(3, 1 + page // 32), 3)
+    return DecodeTiles(1, 2, {64: 5, 96: 4, 128: 4, 256: 2}[dim])
 
 
 def plan_chunk(pairs: int, pages: int, sms: int) -> int:
@@ -128,7 +130,7 @@ def kv4_decode_gpu(
     if rows == 0:
         return out
     group = q_heads // heads
-    tiles = tiles or decode_tiles(dim, page)
+    tiles = tiles or decode_tiles(dim, page, softcap > 0)
     device = q.get_device()
     kernel, shared, overlap, sms = _decode_kernel(device, q.dtype, dim, page, softcap > 0, tiles)
     head_tiles = -(-group // (8 * tiles.head_tiles))
@@ -161,7 +163,7 @@ def configurations(family: str) -> list[Configuration]:
         for dim in HEAD_DIMS:
             for page in (64, 128):
                 for softcap in (False, True):
-                    tiles = decode_tiles(dim, page)
+                    tiles = decode_tiles(dim, page, softcap)
                     defines = tiles.defines(element, dim, page, softcap)
                     found.append(Configuration(SOURCE, defines, (), tiles.shared_bytes(dim, page)))
     return found

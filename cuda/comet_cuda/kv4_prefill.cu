@@ -23,17 +23,22 @@ struct Params {
   float scale, cap_log2;
 };
 
+// What a warp does; kept in shared memory, as registers are short in the loop over pages.
+struct Work {
+  int begin, old; // the sequence's first row, and its position
+  int slot;
+  int index, base;  // the warp's page (-1: the sinks), position of its first token
+  int first, last;  // positions of the warp's queries
+  int first_row;    // of the page
+};
+
 struct Shared {
   char ring[kWarps][kRingBytes];
   char params[kWarps][2][kParamBytes];
   uint4 q[kWarps][kLanesOperand];
   uint4 factor[kWarps][kLanesOperand];
-};
-
-// The positions of the queries whose scores a lane holds: rows 8 n + 2 t and the next. -1: there is no such row.
-struct Rows {
-  int position[NT][2];
-  int first, last; // of the warp
+  Work work[kWarps];
+  int position[kWarps][kRowsOfWarp]; // of each row's query; -1: there is no such row
 };
 
 template <typename Hidden>
@@ -62,17 +67,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_prefill(con
   const int base = index < 0 ? 0 : c.sinks + index * kPage; // position of the page's first token
   const int page_end = min(index < 0 ? c.sinks : base + kPage, length);
   const int first_row = work % p.tiles * kRowsOfWarp;
-  Rows rows;
-  rows.first = max(base + first_row / p.group, old);
-  rows.last = min(base + (first_row + kRowsOfWarp - 1) / p.group, page_end - 1);
-  if (rows.first > rows.last) return;
-#pragma unroll
-  for (int n = 0; n < NT; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = base + (first_row + 8 * n + 2 * t + i) / p.group;
-      rows.position[n][i] = at >= old && at < page_end ? at : -1;
-    }
+  const int first = max(base + first_row / p.group, old); // positions of the warp's queries
+  const int last = min(base + (first_row + kRowsOfWarp - 1) / p.group, page_end - 1);
+  if (first > last) return;
+  const int* position = shared.position[warp] + 2 * t;
+  if (lane < kRowsOfWarp) {
+    const int at = base + (first_row + lane) / p.group;
+    shared.position[warp][lane] = at >= old && at < page_end ? at : -1;
+  }
+  if (lane == 0) shared.work[warp] = {begin, old, s, index, base, first, last, first_row};
+  __syncwarp();
   const int before = p.window > 0 ? p.window : 0x3FFFFFFF; // a query reads keys from its position - before + 1 on
   const InShared q{shared.q[warp] + lane};
 #pragma unroll
@@ -89,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_prefill(con
   Attention out;
   out.clear();
   {
-    const int low = max(rows.first - before + 1 - c.sinks, 0) / kPage;
+    const int low = max(first - before + 1 - c.sinks, 0) / kPage;
     Producer<1> producer(c, table, shared_address(shared.ring[warp]), shared_address(shared.params[warp]), head, lane, low,
                          index);
 #pragma unroll
@@ -122,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_prefill(con
         load_words(ring, lane, words);
         query.scores(words, score, p.scale, p.cap_log2);
         const int slot = tile * kTile + 4 * g, token = c.sinks + page * kPage + slot;
-        if (token - 4 * g <= rows.last - before)
-          hide(score, [&](int a, int n, int i) { return token + a <= rows.position[n][i] - before; });
+        if (token - 4 * g <= last - before)
+          hide(score, [&](int a, int n, int i) { return token + a <= position[8 * n + i] - before; });
         ValueParams v;
         v.set(*reinterpret_cast<const uint2*>(values + slot * 2),
               *reinterpret_cast<const uint2*>(values + 2 * kPage + slot * 2));
@@ -132,38 +136,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_prefill(con
       }
     }
   }
-  const int sequence = page_head(c, s, head);
+  const Work w = shared.work[warp];
+  const int sequence = page_head(c, w.slot, head);
   const auto unread = [&](int token, int n, int i) {
-    const int own = rows.position[n][i];
+    const int own = position[8 * n + i];
     return token > own || token <= own - before;
   };
-  if (index >= 0) {
-    const int at = page_head(c, table[index], head);
+  if (w.index >= 0) {
+    const int at = page_head(c, c.page_table[size_t(w.slot) * c.table_width + w.index], head);
     const uint16_t* open = c.k_open + size_t(sequence) * kPage * kDim + 8 * t;
-    const uint16_t* chunk = p.k + (begin - old) * p.k_pitch + head * kDim + 8 * t;
-    const int oldest = max(rows.first - before + 1 - base, 0);
+    const uint16_t* chunk = p.k + (w.begin - w.old) * p.k_pitch + head * kDim + 8 * t;
+    const int oldest = max(w.first - before + 1 - w.base, 0);
 #pragma unroll 1
-    for (int tile = oldest / kTile; base + tile * kTile <= rows.last; ++tile) {
+    for (int tile = oldest / kTile; w.base + tile * kTile <= w.last; ++tile) {
       const int slot = tile * kTile + 4 * g;
       uint32_t words[kWords];
       float score[2][NT][4];
       scores_16(
           q,
           [&](int a, int j) {
-            const int token = min(base + slot + a, rows.last);
-            const uint16_t* k = token < old ? open + (token - base) * kDim : chunk + token * p.k_pitch;
+            const int token = min(w.base + slot + a, w.last);
+            const uint16_t* k = token < w.old ? open + (token - w.base) * kDim : chunk + token * p.k_pitch;
             return *reinterpret_cast<const uint4*>(k + 32 * j);
           },
           score, p.scale, p.cap_log2);
-      hide(score, [&](int a, int n, int i) { return unread(base + slot + a, n, i); });
+      hide(score, [&](int a, int n, int i) { return unread(w.base + slot + a, n, i); });
       load_value_words(c, at, tile, lane, words);
       ValueParams v;
-      const float exponent = load_value_params(c, at, slot, 0, rows.last + 1 - base, v);
+      const float exponent = load_value_params(c, at, slot, 0, w.last + 1 - w.base, v);
       out.add(score, words, v, exponent);
     }
   }
   const uint16_t *k_sink = c.k_sink + size_t(sequence) * c.sinks * kDim, *v_sink = c.v_sink + size_t(sequence) * c.sinks * kDim;
-  const int sinks = min(c.sinks, rows.last + 1);
+  const int sinks = min(c.sinks, w.last + 1);
   for (int from = 0; from < sinks; from += kTile)
     attend_sinks(out, q, k_sink, v_sink, from, sinks, unread, p.scale, p.cap_log2, lane);
   out.finish();
@@ -171,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_prefill(con
   for (int n = 0; n < NT; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (rows.position[n][i] < 0) continue;
-      const int row = first_row + 8 * n + 2 * t + i, token = begin + rows.position[n][i] - old;
+      if (position[8 * n + i] < 0) continue;
+      const int row = w.first_row + 8 * n + 2 * t + i, token = w.begin + position[8 * n + i] - w.old;
       uint16_t* to = p.out + ((size_t(token) * c.heads + head) * p.group + row % p.group) * kDim + 4 * g;
       const float inverse = __fdividef(1.f, out.total[n][i]);
 #pragma unroll

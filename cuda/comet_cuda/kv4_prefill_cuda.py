@@ -40,7 +40,8 @@ class PrefillTiles:
 
     def shared_bytes(self, dim: int, page: int) -> int:
         """Dynamic shared memory of a cta: `Shared` of kv4_prefill.cu."""
-        return self.warps * (self.stages * 32 * dim + 8 * (dim + page) + 2 * self.row_tiles * 16 * dim)
+        of_rows = self.row_tiles * (2 * 16 * dim + 32)
+        return self.warps * (self.stages * 32 * dim + 8 * (dim + page) + 32 + of_rows)
 
 
 def prefill_tiles(dim: int) -> PrefillTiles:
@@ -59,13 +60,6 @@ def _prefill_kernel(
 ) -> tuple[CompiledKernel, int, bool]:
     kernel = compile_kernel(SOURCE, "kv4_prefill", device_arch(device), tiles.defines(element, dim, page, softcap))
     return kernel, tiles.shared_bytes(dim, page), device_capability(device) >= (9, 0)
-
-
-def tokens_of_rows(starts: Tensor, slot: Tensor, position: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Slot and position of each of N tokens, int32 [N], from those of the sequences: no value leaves the GPU."""
-    row = torch.arange(tokens, dtype=torch.int32, device=starts.device)
-    sequence = torch.bucketize(row, starts[1:], right=True).clamp_(max=slot.shape[0] - 1)
-    return slot[sequence], position[sequence] + row - starts[sequence]
 
 
 def kv4_prefill_gpu(
@@ -97,13 +91,12 @@ def kv4_prefill_gpu(
     if tokens == 0:
         return out
     device, packed = q.get_device(), pack_cache(cache, page_table)
-    token_slot, token_position = tokens_of_rows(starts, slot, position, tokens)
-    launch_append(k, v, token_slot, token_position, packed, cache, 0)
+    pages = -(-min(max_new or tokens, tokens) // page) + 1 + (sinks > 0)
+    launch_append(k, v, slot, position, packed, cache, 0, "kv4_append_chunk", starts, pages)
     tiles = tiles or prefill_tiles(dim)
     kernel, shared, overlap = _prefill_kernel(device, q.dtype, dim, page, softcap > 0, tiles)
     group = q.shape[1] // heads
     tiles_of_page = -(-page * group // (8 * tiles.row_tiles))
-    pages = -(-min(max_new or tokens, tokens) // page) + 1 + (sinks > 0)
     log2e = 1.4426950408889634
     scale, cap = (softmax_scale / softcap, softcap * log2e) if softcap > 0 else (softmax_scale * log2e, 0.0)
     params = _PARAMS.pack(
@@ -113,7 +106,7 @@ def kv4_prefill_gpu(
     )  # fmt: skip
     grid = (-(-pages * tiles_of_page // tiles.warps), heads, sequences)
     kernel.launch_on(device, grid, 32 * tiles.warps, (params,), shared, overlap)
-    launch_append(k, v, token_slot, token_position, packed, cache, 2)
+    launch_append(k, v, slot, position, packed, cache, 2, "kv4_append_chunk", starts, pages)
     return out
 
 

@@ -197,9 +197,9 @@ template <typename Factors> struct PageQuery {
   __device__ __forceinline__ void set(const InShared& q, const char* scale, const char* minimum, float softmax,
                                       int lane) {
     const int t = lane % 4;
-    float constants[NT], starts[NT][4];
+    float constants[NT];
 #pragma unroll
-    for (int n = 0; n < NT; ++n) constants[n] = starts[n][0] = starts[n][1] = starts[n][2] = starts[n][3] = 0.f;
+    for (int n = 0; n < NT; ++n) constants[n] = 0.f;
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const uint4 s4 = *reinterpret_cast<const uint4*>(scale + (32 * j + 8 * t) * 2);
@@ -227,7 +227,6 @@ template <typename Factors> struct PageQuery {
           const uint32_t pair = half_pair(x[i] * s[i], x[i + 4] * s[i + 4]);
           f[i] = i % 2 ? sixteenth(pair) : pair;
         }
-        mma_minus_eight(starts[n], f);
         factor(n, j) = make_uint4(f[0], f[1], f[2], f[3]);
       }
     }
@@ -235,10 +234,16 @@ template <typename Factors> struct PageQuery {
     for (int n = 0; n < NT; ++n) {
       constants[n] += __shfl_xor_sync(~0u, constants[n], 1);
       constants[n] += __shfl_xor_sync(~0u, constants[n], 2); // head g = lane / 4
+      float sum[4] = {};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        constant[n][i] = softmax * fmaf(starts[n][i], kUnit, __shfl_sync(~0u, constants[n], 8 * t + 4 * i));
+      for (int j = 0; j < kPieces; ++j) {
+        const uint4 f4 = factor(n, j);
+        const uint32_t f[4] = {f4.x, f4.y, f4.z, f4.w};
+        mma_minus_eight(sum, f);
       }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        constant[n][i] = softmax * fmaf(sum[i], kUnit, __shfl_sync(~0u, constants[n], 8 * t + 4 * i));
     }
   }
 

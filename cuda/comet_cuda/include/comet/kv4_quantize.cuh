@@ -10,7 +10,7 @@ constexpr int kRows = 16;                 // tokens that a cta reads at once
 constexpr int kThreads = kRows * kVectors; // 2 * DIM
 constexpr int kWarps = kThreads / 32;
 constexpr int kLaneElements = kDim / 32;  // channels of a head that a lane holds
-static_assert(kThreads % 32 == 0, "whole warps");
+static_assert(kThreads % 32 == 0 && kVectors <= 32, "whole warps; a warp copies a key in one go");
 
 struct Range {
   float scale, minimum; // f16 numbers
@@ -79,17 +79,16 @@ struct PageShared {
 template <typename Key>
 __device__ __forceinline__ void quantize_page(const Cache& c, int page, int head, const Key& key, PageShared& shared) {
   const int vector = threadIdx.x % kVectors, row = threadIdx.x / kVectors;
-  constexpr int kEach = kPage / kRows;
-  uint4 x[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) x[i] = reinterpret_cast<const uint4*>(key(row + kRows * i))[vector];
-  uint4 low = x[0], high = x[0];
-#pragma unroll
+  const auto load = [&](int i) { return reinterpret_cast<const uint4*>(key(row + kRows * i))[vector]; };
+  constexpr int kEach = kPage / kRows; // keys of a thread; read twice, which costs less than the registers to keep them
+  uint4 low = load(0), high = low;
+#pragma unroll 2
   for (int i = 1; i < kEach; ++i) {
-    low.x = E::smaller(low.x, x[i].x), low.y = E::smaller(low.y, x[i].y);
-    low.z = E::smaller(low.z, x[i].z), low.w = E::smaller(low.w, x[i].w);
-    high.x = E::larger(high.x, x[i].x), high.y = E::larger(high.y, x[i].y);
-    high.z = E::larger(high.z, x[i].z), high.w = E::larger(high.w, x[i].w);
+    const uint4 x = load(i);
+    low.x = E::smaller(low.x, x.x), low.y = E::smaller(low.y, x.y);
+    low.z = E::smaller(low.z, x.z), low.w = E::smaller(low.w, x.w);
+    high.x = E::larger(high.x, x.x), high.y = E::larger(high.y, x.y);
+    high.z = E::larger(high.z, x.z), high.w = E::larger(high.w, x.w);
   }
   reinterpret_cast<uint4*>(shared.low[row])[vector] = low;
   reinterpret_cast<uint4*>(shared.high[row])[vector] = high;
@@ -112,9 +111,10 @@ __device__ __forceinline__ void quantize_page(const Cache& c, int page, int head
 #pragma unroll
   for (int i = 0; i < 8; ++i) r[i] = {shared.scale[8 * vector + i], shared.minimum[8 * vector + i]};
   uint8_t* codes = c.k_codes + size_t(at) * kPageBytes;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kEach; ++i) {
-    const uint32_t pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+    const uint4 x = load(i);
+    const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
