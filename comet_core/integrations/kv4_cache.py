@@ -4,12 +4,14 @@ transformers hands a layer's new keys and values to the cache and the cache's an
 cache answers with the new tokens alone and its own layer attached, so that kv_cache.py's attention comes back here
 with query and mask: one prompt in one shot runs the same function as scoring does; everything after reads the pages,
 one page of queries at a time, which is the rule of kv_cache.py word by word. `decode` is the same for single tokens
-through the ops kv4_append and kv4_decode; it is off (`DECODE_OPS`) until its test has passed on a GPU.
+through the ops kv4_append and kv4_decode, where their kernels take the model's shape; codes are then tiled as those
+read them (kv4_layout.py).
 
 B sequences, H kv heads, T tokens a page, D head dimension. Page p of sequence b has number p * B + b in the pool, so
 the pool grows at its end. Sequences that start in different columns (left padding) are served group by group.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -24,10 +26,11 @@ from comet_cuda.affine import dequantize_minmax
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles, unpack_nibbles
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, quantize_key_page, quantize_tokens
+from comet_cuda.kv4_append_cuda import ELEMENTS, HEAD_DIMS, PAGES
 from comet_cuda.kv4_decode import kv4_decode
+from comet_cuda.kv4_layout import tile_keys, tile_values, untile_keys, untile_values
 
 GROWTH = 8  # the pool grows by at least 1 / 8
-DECODE_OPS = False  # the kernels are measured; this file's use of them has run on a CPU only (test_integrations_gpu.py)
 POOLED = ("k_codes", "k_scale", "k_min", "v_codes", "v_scale", "v_min")  # fields of KV4Pages that are by page
 
 
@@ -64,6 +67,7 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         self.spec = spec
         self.tokens = 0  # columns seen
         self.pages: KV4Pages | None = None
+        self.tiled = False  # the codes lie as the kernels read them, and single tokens go through the ops
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +80,8 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         shape = (0, batch, heads, width, self.spec.page, self.spec.sinks)
         self.pages = allocate_pages(*shape, key_states.dtype, key_states.device)
+        taken = width in HEAD_DIMS and self.spec.page in PAGES and key_states.dtype in ELEMENTS
+        self.tiled = key_states.is_cuda and taken
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -100,7 +106,7 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
             raise CometError("the attention mask has gaps or pads on the right", "pad on the left to generate")
         past = self.tokens - key.shape[2]
         starts = getattr(mask, "comet_starts", [0] * query.shape[0])
-        if DECODE_OPS and past and key.shape[2] == 1 and query.is_cuda:
+        if self.tiled and past and key.shape[2] == 1:
             return self.decode(query, key, value, starts, scale, softcap, window)
         out = (
             kv4_attention(query, key, value, mask, self.spec, scale, softcap) if past == 0 else torch.empty_like(query)
@@ -162,7 +168,10 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         at = torch.arange(begin, end, device=k.device)
         number, slot = (at // page)[None] * batch + rows[:, None], (at % page)[None].expand(len(rows), -1)  # [R, n]
         codes, scale, minimum = quantize_tokens(v.transpose(1, 2))  # [R, n, H, D]
-        pool.v_codes[number, :, slot] = pack_nibbles(codes)
+        touched, index = number.unique(return_inverse=True)
+        values = self._as(untile_values, pool.v_codes[touched])
+        values[index, :, slot] = pack_nibbles(codes)
+        pool.v_codes[touched] = self._as(tile_values, values)
         pool.v_scale[number, :, slot], pool.v_min[number, :, slot] = scale, minimum
         held = begin % page
         keys = torch.cat((pool.k_open[rows, :, :held], k), 2)  # from the start of the open page
@@ -171,10 +180,15 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
             done = keys[:, :, : whole * page].unflatten(2, (whole, page))  # [R, H, pages, T, D]
             codes, scale, minimum = quantize_key_page(done)
             numbers = (torch.arange(whole, device=k.device) + begin // page)[None] * batch + rows[:, None]
-            pool.k_codes[numbers] = pack_nibbles(codes).transpose(1, 2)
+            packed = pack_nibbles(codes).transpose(1, 2)  # [R, pages, H, T, D / 2]
+            pool.k_codes[numbers.flatten()] = self._as(tile_keys, packed.flatten(0, 1))
             pool.k_scale[numbers], pool.k_min[numbers] = scale.transpose(1, 2), minimum.transpose(1, 2)
         rest = keys[:, :, whole * page :] if keys.shape[2] % page else keys[:, :, -page:]  # a full page stays open
         pool.k_open[rows, :, : rest.shape[2]] = rest
+
+    def _as(self, order: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
+        """codes uint8 [P, H, T, D / 2] in another order, in a layer that has two."""
+        return order(codes) if self.tiled else codes
 
     def _grow(self, needed: int) -> None:
         """Make room for `needed` pages a sequence."""
@@ -201,11 +215,13 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         before, total = max(paged - 1, 0) // page, -(-paged // page)  # pages before the newest token's own; all
         numbers = torch.arange(total, device=rows.device)[None] * batch + rows[:, None]  # [R, pages]
         old = numbers[:, :before]
+        k_codes = self._as(untile_keys, pool.k_codes[old.flatten()]).unflatten(0, old.shape)
+        v_codes = self._as(untile_values, pool.v_codes[numbers.flatten()]).unflatten(0, numbers.shape)
         keys = dequantize_minmax(
-            unpack_nibbles(pool.k_codes[old]), pool.k_scale[old][..., None, :], pool.k_min[old][..., None, :]
+            unpack_nibbles(k_codes), pool.k_scale[old][..., None, :], pool.k_min[old][..., None, :]
         )
         values = dequantize_minmax(
-            unpack_nibbles(pool.v_codes[numbers]), pool.v_scale[numbers][..., None], pool.v_min[numbers][..., None]
+            unpack_nibbles(v_codes), pool.v_scale[numbers][..., None], pool.v_min[numbers][..., None]
         )
         flat = [x.transpose(1, 2).flatten(2, 3) for x in (keys, values)]  # [R, pages, H, T, D] -> [R, H, pages * T, D]
         own = pool.k_open[rows, :, : paged - before * page].float()

@@ -88,7 +88,7 @@ def quantize_act_ref(
     """Quantize activations per token and block, symmetric and dynamic.
 
     Args:
-        x: float [M, K], K >= 1.
+        x: float [M, K], K >= 1; magnitudes up to 2^120. Beyond, and where values are not finite, codes are arbitrary.
         perm: int32 [K], stored channel i is x[:, perm[i]]; None is the identity.
         block_bits: uint8 [NB], NB = ceil(K / 128), each 4 or 8.
         clip: float32 [NB] in (0, 1]: the share of the absolute maximum that the largest code stands for.

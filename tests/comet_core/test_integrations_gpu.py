@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from comet_core.integrations import kv4_cache
 from comet_core.integrations.kv4_cache import KV4Layer
 from comet_core.packed import load_packed
 from comet_core.recipe import KVCacheSpec
@@ -19,13 +18,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ops", [False, True])
-@pytest.mark.parametrize(("query_heads", "heads", "width", "page"), [(9, 3, 64, 64), (32, 8, 128, 128)])
-def test_pages_on_a_gpu_answer_as_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, ops: bool, query_heads: int, heads: int, width: int, page: int
-) -> None:
-    """A prompt of 200 tokens in one shot, then 80 single ones, across a page's end."""
-    monkeypatch.setattr(kv4_cache, "DECODE_OPS", ops)
+@pytest.mark.parametrize(
+    ("query_heads", "heads", "width", "page"), [(9, 3, 64, 64), (32, 8, 128, 128), (4, 2, 32, 64), (4, 2, 64, 48)]
+)
+def test_pages_on_a_gpu_answer_as_on_a_cpu(query_heads: int, heads: int, width: int, page: int) -> None:
+    """A prompt of 200 tokens in one shot, then 80 single ones, across a page's end; shapes with kernels and without."""
     torch.manual_seed(0)
     count, prompt = 280, 200
     q, k, v = (torch.randn(2, h, count, width, dtype=torch.bfloat16) for h in (query_heads, heads, heads))
@@ -36,6 +33,7 @@ def test_pages_on_a_gpu_answer_as_on_a_cpu(
             keys, values = layer.update(*(x[:, :, low:high].to(device) for x in (k, v)))
             seen = torch.ones(high - low, high, dtype=torch.bool, device=device).tril(low).expand(2, 1, -1, -1)
             parts.append(layer.attend(q[:, :, low:high].to(device), keys, values, seen, width**-0.5, 0.0, 0).cpu())
+        assert layer.tiled == (device == "cuda" and width > 32 and page != 48)
         outputs[device] = torch.cat(parts, 2).float()
     assert (outputs["cuda"] - outputs["cpu"]).abs().max() < 2**-5  # two roundings to bfloat16 of values below 4
 

@@ -171,6 +171,40 @@ def test_the_ops_decode_what_pages_hold(tiny: "Packed", monkeypatch: pytest.Monk
     assert torch.allclose(torch.stack(ops.logits), torch.stack(plain.logits), atol=2e-4)
 
 
+@pytest.mark.parametrize("starts", [[0, 0], [0, 9]])
+def test_tiled_pages_hold_the_same(starts: list[int]) -> None:
+    """As a GPU's kernels lay codes out: a prompt, a chunk across two pages' ends and single tokens, through torch."""
+    from comet_core.integrations.kv4_cache import KV4Layer
+    from comet_core.recipe import KVCacheSpec
+    from comet_cuda.kv4_layout import untile_pages
+
+    class Tiled(KV4Layer):
+        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+            super().lazy_initialization(key_states, value_states)
+            self.tiled = True
+
+    torch.manual_seed(0)
+    count, width = 300, 64
+    q, k, v = (torch.randn(2, heads, count, width) for heads in (6, 2, 2))
+    layers, outputs = [KV4Layer(KVCacheSpec(page=64, sinks=4)), Tiled(KVCacheSpec(page=64, sinks=4))], []
+    for layer in layers:
+        parts = []
+        for low, high in [(0, 100), (100, 250), (250, 252), (252, count)]:
+            keys, values = layer.update(k[:, :, low:high], v[:, :, low:high])
+            seen = torch.ones(high - low, high, dtype=torch.bool).tril(low).expand(2, 1, -1, -1).clone()
+            for b, start in enumerate(starts):
+                seen[b, :, :, :start] = False
+            seen.comet_starts = starts  # type: ignore[attr-defined]
+            parts.append(layer.attend(q[:, :, low:high], keys, values, seen, width**-0.5, 0.0, 0))
+        outputs.append(torch.cat(parts, 2)[:, :, max(starts) :])
+    assert torch.equal(*outputs)
+    plain, tiled = (layer.pages for layer in layers)
+    assert plain is not None and tiled is not None
+    assert not torch.equal(plain.v_codes, tiled.v_codes)
+    for mine, theirs in zip(plain.tensors, untile_pages(tiled).tensors, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @torch.no_grad()
 def test_left_padding_changes_no_token(tiny: "Packed") -> None:
     model = opened(tiny.packed)

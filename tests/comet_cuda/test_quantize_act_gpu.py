@@ -30,6 +30,7 @@ gpu = [
 ]
 MIXES = {"int4": 0.0, "mixed": 0.2, "half": 0.5, "int8": 1.0}  # share of INT8 blocks
 LAYOUTS = ("sm_90", "sm_80", "portable")
+LARGEST = 2.0**120  # the contract's (quantize_act.py)
 
 
 def problem(
@@ -68,11 +69,13 @@ def problem(
 
 
 def scaled_blocks(x: Tensor, seed: int) -> Tensor:
-    """x with blocks of very different size, so that shared scales use all of their powers of two."""
+    """x with blocks of very different size, so that shared scales use all of their powers of two; none beyond 2^120."""
     generator = torch.Generator().manual_seed(seed)
     blocks = num_blocks(x.shape[1])
     factors = torch.exp2(torch.randint(-9, 9, (blocks,), generator=generator).float())
-    return (x.float() * factors.repeat_interleave(128)[: x.shape[1]].to(x.device)).to(x.dtype)
+    scaled = x.double() * factors.double().repeat_interleave(128)[: x.shape[1]].to(x.device)
+    limit = min(LARGEST, torch.finfo(x.dtype).max)
+    return scaled.clamp(-limit, limit).to(x.dtype)
 
 
 def untile(layout: str, codes: Tensor, meta: Tensor, rows: int, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +157,7 @@ class TestOnGpu:
         generator = torch.Generator().manual_seed(0)
         step = torch.rand(64, 8, 1, generator=generator) + 0.5  # of each block
         near = (torch.arange(128) % 14 - 6.5) * step
-        ulps = torch.randint(-3, 4, (64, 8, 128), generator=generator)
+        ulps = torch.randint(-3, 4, (64, 8, 128), generator=generator, dtype=torch.int32)
         x = (near.view(torch.int32) + ulps).view(torch.float32)
         x[..., 0] = 7 * step[..., 0]
         x = x.flatten(1).cuda()
