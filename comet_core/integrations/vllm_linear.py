@@ -57,15 +57,17 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put the weights into the layout of the GPU and drop the loaded ones."""
-        dummy = get_current_vllm_config().load_config.load_format == "dummy"
         leaves = {leaf: getattr(layer, leaf).data for leaf in _leaves(layer)}
-        if dummy:
-            for leaf in leaves:
-                leaves[leaf].copy_(_initial(leaf, leaves[leaf].dtype, tuple(leaves[leaf].shape)))
+        rank = layer.tp_rank if isinstance(layer, RowParallelLinear) else 0
+        if get_current_vllm_config().load_config.load_format == "dummy":
+            rank = 0  # what follows has no other rank's channels in it
+            for leaf, tensor in leaves.items():
+                with tensor.device:
+                    tensor.copy_(_initial(leaf, tensor.dtype, tuple(tensor.shape)))
         _check(layer.prefix, leaves)
         perm = leaves.get("perm")
         if perm is not None:
-            perm = local_permutation(layer.prefix, perm, layer.tp_rank if isinstance(layer, RowParallelLinear) else 0)
+            perm = local_permutation(layer.prefix, perm, rank)
         inputs = ActivationFormat(
             perm,
             leaves["block_bits"],
@@ -80,6 +82,8 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
             layer.comet_prepared = prepare_linear(*weight, inputs)
             for leaf in leaves:
                 delattr(layer, leaf)
+            if getattr(layer, "bias", None) is not None and not layer.skip_bias_add:
+                layer.bias.data = layer.bias.data.float()  # what the kernel adds
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: float [..., K] -> the same type [..., N]."""
@@ -113,7 +117,7 @@ class _SharedLoader:
 def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """What a tensor holds before anything is loaded, which must be harmless: weights may never come (dummy)."""
     if leaf == "perm":
-        return torch.arange(shape[0], dtype=dtype)
+        return torch.randperm(shape[0], dtype=dtype)
     if leaf == "block_bits":
         bits = torch.full(shape, 4, dtype=dtype)
         bits[: shape[0] // DUMMY_INT8] = 8

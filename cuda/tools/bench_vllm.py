@@ -1,201 +1,299 @@
-"""vLLM with COMET's plugin: perplexity of a packed folder beside comet eval's, and throughput of schemes side by side.
+"""vLLM with COMET's plugin: perplexity of a packed folder beside comet's own, and throughput of schemes side by side.
 
-usage: bench_vllm.py perplexity PACKED TOKENS.safetensors OUT.jsonl
-       bench_vllm.py throughput ALIAS OUT.jsonl [SCHEME ...]       (schemes: bf16 fp8 comet; random weights)
+usage: bench_vllm.py perplexity PACKED TOKENS.safetensors [options]
+       bench_vllm.py throughput ALIAS [options]          random weights; several jobs follow each other after --
 
-TOKENS holds int64 `tokens` [windows, length]; its metadata says of what text. Parts can follow each other after --.
+TOKENS holds int64 `tokens` [windows, length]; its metadata says of what text. A scheme is weights and activations, then
+perhaps a KV cache: bf16, fp8, w4a16 (the format of `comet export`, by the kernel that vLLM prefers), w4a16-marlin,
+comet, comet-share4; +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for every scheme.
 
-One process for all, because starting vLLM takes longer than measuring. No torch.compile anywhere: decode runs in full
-CUDA graphs, prefill eagerly, the same for every scheme. `perplexity` compares without a 4-bit KV cache on both sides.
-Records: eval (perplexity, engine in its protocol) and e2e; see comet_core/results.py.
+vLLM's imports take longer than measuring, so they are done once, before the GPU is touched. Each scheme then runs in a
+fork: it has a time limit, its failure ends nothing else, its memory is free afterwards, and its record is written when
+it is made. By default no torch.compile: decode runs in full CUDA graphs, prefill eagerly, for every scheme alike;
+--compile takes vLLM's defaults instead, which cost about a minute of start-up. Records: eval and e2e (results.py).
 """
 
-import gc
-import json
+import argparse
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-REQUESTS, PROMPT, OUTPUT = 256, 128, 128
-GRAPH_SIZES = [1, 8, 16, 32, 64, 128, 192, 256]
+from vllm_forks import in_a_fork, preload, say
+from vllm_shapes import kernels_of, shape_only, weight_bytes
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `kernels_of` is sent to the process of the model
+GRAPH_SIZES = [1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]  # decode batches that are captured
+TOKENS_A_STEP = 8192
+STARTED: list[Any] = []  # engines of this fork: their orderly end takes seconds that nobody needs
+CACHES = {"": "auto", "kv4": "int4_per_token_head", "kv8": "fp8"}
 
 
-def engine(model: Path, memory: float, **options: Any) -> Any:
-    """A vLLM engine in this process; memory: share of the GPU's."""
+def engine(model: Path, args: argparse.Namespace, **options: Any) -> Any:
+    """A vLLM engine."""
     import torch
     from vllm import LLM
 
-    on_gpu = torch.cuda.is_available()
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPH_SIZES}
-    shared = {"compilation_config": graphs, "gpu_memory_utilization": memory} if on_gpu else {"enforce_eager": True}
-    return LLM(model=str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **(shared | options))
+    shared: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    shared |= {"tensor_parallel_size": args.tensor_parallel, "disable_log_stats": False}
+    if sys.modules["vllm.platforms"].current_platform.is_cpu():
+        shared |= {"enforce_eager": not args.compile}
+    else:
+        graphs: dict[str, Any] = {"cudagraph_capture_sizes": GRAPH_SIZES}
+        graphs |= {} if args.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        shared |= {"compilation_config": graphs}
+    begin = time.perf_counter()
+    llm = LLM(model=str(model), **(shared | options))
+    say("engine started in", f"{time.perf_counter() - begin:.1f} s, torch {torch.__version__}")
+    STARTED.append(llm)
+    return llm
 
 
-def free(*_: Any) -> None:
-    """Give memory back between engines."""
-    import torch
+def random_integers() -> None:
+    """Let vLLM's dummy weights be random where they are packed integers too (it leaves them as they are, often 0)."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    gc.collect()
-    torch.cuda.empty_cache()
+    original = DummyModelLoader.load_weights
+
+    def load_weights(loader: Any, model: Any, *rest: Any) -> None:
+        original(loader, model, *rest)
+        for name, tensor in model.named_parameters():
+            if name.endswith(".weight_packed"):
+                tensor.random_()
+
+    DummyModelLoader.load_weights = load_weights
 
 
-def perplexity(packed: str, tokens_file: str, out: str) -> None:
-    """Windows scored by comet's own evaluation and by vLLM's prompt_logprobs."""
-    import torch
+# --- perplexity
+
+
+def perplexity(args: argparse.Namespace) -> None:
+    """Windows scored by comet's own evaluation and by vLLM's prompt_logprobs, both with a 16-bit KV cache."""
+    values = {}
+    for name, measure in (("comet", by_comet), ("vllm", by_vllm)):
+        values[name] = in_a_fork(f"perplexity by {name}", args.limit, lambda measure=measure: measure(args))  # type: ignore[misc]
+    if None in values.values():
+        raise SystemExit(f"no comparison: {values}")
+    say(f"comet {values['comet']:.4f}, vLLM {values['vllm']:.4f}: {values['vllm'] / values['comet'] - 1:+.3%}")
+
+
+def read_tokens(file: str) -> tuple[Any, dict[str, str]]:
+    """Tokens, int64 [windows, length], and what the file says of them."""
     from safetensors import safe_open
-    from vllm import SamplingParams
+
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor("tokens"), opened.metadata() or {}
+
+
+def by_comet(args: argparse.Namespace) -> float:
+    """Perplexity by load_packed and score_windows."""
+    import torch
 
     from comet_core.evaluate import Scores, score_windows
     from comet_core.packed import load_packed
-    from comet_core.provenance import provenance
-    from comet_core.results import append
 
-    with safe_open(tokens_file, "pt") as file:
-        tokens, about = file.get_tensor("tokens"), file.metadata()
+    tokens, _ = read_tokens(args.tokens)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    loaded = load_packed(Path(packed), device=device, dtype=dtype)
-    manifest = loaded.manifest
+    loaded = load_packed(Path(args.packed), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     loaded.model.set_attn_implementation("sdpa")  # type: ignore[operator]  # no 4-bit KV cache
     scores = Scores()
-    for batch in tokens.split(8):
+    for batch in tokens.split(8 if device == "cuda" else 1):
         score_windows(loaded.model, None, batch.to(device), scores)
-    values = {"comet": math.exp(scores.nll / scores.tokens)}
-    print("comet", values["comet"], flush=True)
-    del loaded
-    free()
-    llm = engine(Path(packed), 0.2, dtype=str(dtype).removeprefix("torch."), max_model_len=tokens.shape[1] + 8)
+    value = math.exp(scores.nll / scores.tokens)
+    record_perplexity(args, "comet", value, device)
+    return value
+
+
+def by_vllm(args: argparse.Namespace) -> float:
+    """Perplexity by vLLM."""
+    from vllm import SamplingParams
+
+    tokens, _ = read_tokens(args.tokens)
+    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
+    options: dict[str, Any] = {"dtype": "float32" if on_cpu else "bfloat16"}
+    options |= {} if on_cpu else {"gpu_memory_utilization": 0.3}
+    llm = engine(Path(args.packed), args, max_model_len=tokens.shape[1] + 8, **options)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": row.tolist()} for row in tokens], sampling)
+    outputs = llm.generate([{"prompt_token_ids": row.tolist()} for row in tokens], sampling, use_tqdm=False)
+    say("kernels:", llm.apply_model(kernels_of))
     nll = [
         -place[int(token)].logprob
         for row, output in zip(tokens, outputs, strict=True)
         for token, place in zip(row[1:], output.prompt_logprobs[1:], strict=True)
     ]
-    values["vllm"] = math.exp(sum(nll) / len(nll))
-    print("vllm", values["vllm"], f"difference {values['vllm'] / values['comet'] - 1:+.3%}", flush=True)
-    for name, value in values.items():
-        protocol = {
-            **about,
-            "windows": f"first {len(tokens)} of {tokens.shape[1]} tokens, not overlapping",
-            "kv": "16-bit",
-            "dtype": str(dtype).removeprefix("torch."),
-            "engine": "vLLM " + __import__("vllm").__version__ if name == "vllm" else "comet",
-            "tokens_scored": len(nll),
-        }
-        record = {
-            "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",
-            "metric": "perplexity", "value": value, "windows": len(tokens), "seq_len": tokens.shape[1],
-            "kv_quantized": False, "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
-            "provenance": provenance(recipe_digest=manifest.recipe_digest, device=device),
-        }  # fmt: skip
-        append(Path(out), record)
-    del llm
-    free()
+    value = math.exp(sum(nll) / len(nll))
+    record_perplexity(args, "vllm", value, "cpu" if on_cpu else "cuda")
+    return value
 
 
-def shape_only(alias: str, folder: Path, *, packed: bool) -> Path:
-    """config.json of an alias, and for comet a manifest that says how its linears are packed. No weights."""
-    from transformers import AutoConfig
+def record_perplexity(args: argparse.Namespace, name: str, value: float, device: str) -> None:
+    """Append an eval record."""
+    from comet_core.packed import read_manifest
+    from comet_core.provenance import provenance
+    from comet_core.results import append
 
-    from comet_core.model_source import alias_shapes
-    from comet_core.packed import LinearEntry, Manifest, manifest_json
-    from comet_core.recipe import digest, load_recipe, recipe_to_dict
-
-    shapes = alias_shapes(alias)
-    kind = shapes.pop("model_type")
-    shapes.pop("hub")
-    architecture = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}[kind]
-    config = AutoConfig.for_model(kind, **shapes, architectures=[architecture], max_position_embeddings=4096)
-    folder.mkdir(parents=True)
-    text = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
-    if packed:
-        recipe = load_recipe("w4a4kv4")
-        share = getattr(recipe.activations, "share", 1)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        sizes = {
-            "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv), "self_attn.v_proj": (hidden, kv),
-            "self_attn.o_proj": (q, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-            "mlp.down_proj": (inner, hidden),
-        }  # fmt: skip
-        linears = {
-            f"model.layers.{layer}.{name}": LinearEntry(
-                *size, 4, recipe.weights.symmetric, recipe.activations.hadamard, name == "mlp.down_proj", share
-            )
-            for layer in range(config.num_hidden_layers)
-            for name, size in sizes.items()
-        }
-        model = {"name": alias, "note": "random weights", "spec": alias, "origin": "random", "digest": ""}
-        manifest = Manifest(recipe, digest(recipe), model, {}, 0.84, linears, 16, [], {})
-        (folder / "comet.json").write_text(manifest_json(manifest, recipe_to_dict(recipe)))
-        text["quantization_config"] = {"quant_method": "comet"}
-    (folder / "config.json").write_text(json.dumps(text, default=str))
-    return folder
+    (tokens, about), manifest = read_tokens(args.tokens), read_manifest(Path(args.packed))
+    say(name, f"perplexity {value:.4f}")
+    protocol = {
+        **about,
+        "windows": f"first {len(tokens)} of {tokens.shape[1]} tokens, not overlapping",
+        "kv": "16-bit",
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "engine": f"vLLM {sys.modules['vllm'].__version__}" if name == "vllm" else "comet",
+        "gpus": args.tensor_parallel if name == "vllm" and device == "cuda" else None,
+        "tokens_scored": tokens[:, 1:].numel(),
+    }
+    record = {
+        "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",
+        "metric": "perplexity", "value": value, "windows": len(tokens), "seq_len": tokens.shape[1],
+        "kv_quantized": False, "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
+        "provenance": provenance(recipe_digest=manifest.recipe_digest, device=device),
+    }  # fmt: skip
+    append(Path(args.record), record)
 
 
-def throughput(alias: str, out: str, *schemes: str) -> None:
-    """Tokens a second of 256 requests at once, 128 tokens in and 128 out, random weights."""
+# --- throughput
+
+
+def throughput(args: argparse.Namespace) -> None:
+    """Output tokens a second of each scheme, one line and one record a load."""
+    found: dict[str, list[Any]] = {}
+    for scheme in args.schemes:
+        made = in_a_fork(scheme, args.limit, lambda scheme=scheme: measure(args, scheme))  # type: ignore[misc]
+        found[scheme] = made or []
+        for line in found[scheme]:
+            say("result", line)
+    if not all(found.values()):
+        raise SystemExit(f"without a figure: {[scheme for scheme, made in found.items() if not made]}")
+
+
+def measure(args: argparse.Namespace, scheme: str) -> list[str]:
+    """Start an engine for one scheme and time all loads with it."""
     import torch
     from vllm import SamplingParams
+
+    weights, _, cache = scheme.partition("+")
+    if weights == "w4a16-marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = "MacheteLinearKernel,CutlassW4A8LinearKernel"
+    random_integers()
+    longest = max(prompt + output for prompt, output in args.load) + 8
+    folder = shape_only(
+        args.alias, weights, Path(tempfile.mkdtemp()) / weights, layers=args.layers, ranks=args.tensor_parallel
+    )
+    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
+    options: dict[str, Any] = {"quantization": "fp8"} if weights == "fp8" else {}
+    options |= {} if on_cpu else {"gpu_memory_utilization": args.memory}
+    options |= {"kv_cache_dtype": CACHES[cache]} if cache else {}
+    llm = engine(
+        folder, args, load_format="dummy", dtype="bfloat16", max_model_len=longest, max_num_seqs=args.requests,
+        max_num_batched_tokens=max(TOKENS_A_STEP, longest), **options,
+    )  # fmt: skip
+    about = {"kernels": llm.apply_model(kernels_of)[0], "memory_gib": sum(llm.apply_model(weight_bytes)) / 2**30}
+    say(scheme, about)
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for prompt_tokens, output_tokens in args.load:
+        ids = torch.randint(0, 30000, (args.requests, prompt_tokens), generator=generator)
+        prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        few = prompts[: 2 * TOKENS_A_STEP // prompt_tokens]
+        llm.generate(few, SamplingParams(max_tokens=4, **greedy), use_tqdm=False)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=output_tokens, **greedy), use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        record_throughput(args, scheme, about, (prompt_tokens, output_tokens), made / seconds, outputs)
+        load = f"{args.requests} x {prompt_tokens}/{output_tokens}"
+        lines.append(f"{scheme:16} {load}: {made / seconds:8.0f} tokens/s in {seconds:.2f} s")
+        say(lines[-1])
+    return lines
+
+
+def record_throughput(
+    args: argparse.Namespace,
+    scheme: str,
+    about: dict[str, Any],
+    load: tuple[int, int],
+    tokens_per_s: float,
+    outputs: Any,
+) -> None:
+    """Append an e2e record."""
+    import torch
 
     from comet_core.provenance import provenance
     from comet_core.results import append
 
-    generator = torch.Generator().manual_seed(0)
-    on_gpu = torch.cuda.is_available()
-    for scheme in schemes or ("bf16", "comet"):
-        started = time.perf_counter()
-        folder = shape_only(alias, Path(tempfile.mkdtemp()) / scheme, packed=scheme == "comet")
-        options: dict[str, Any] = {"quantization": "fp8"} if scheme == "fp8" else {}
-        llm = engine(
-            folder, 0.4, load_format="dummy", dtype="bfloat16", max_model_len=PROMPT + OUTPUT + 8,
-            max_num_seqs=REQUESTS, max_num_batched_tokens=8192, **options,
-        )  # fmt: skip
-        print(scheme, f"started in {time.perf_counter() - started:.1f} s", flush=True)
-        vocabulary = 30000
-        requests = REQUESTS if on_gpu else 4
-        prompts = [
-            {"prompt_token_ids": torch.randint(0, vocabulary, (PROMPT,), generator=generator).tolist()}
-            for _ in range(requests)
-        ]
-        sampling = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False))
-        begin = time.perf_counter()
-        outputs = llm.generate(prompts, sampling)
-        seconds = time.perf_counter() - begin
-        made = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(scheme, f"{made / seconds:.0f} output tokens/s, {seconds:.2f} s", flush=True)
-        record = {
-            "kind": "e2e", "model": alias, "scheme": scheme, "engine": "vLLM " + __import__("vllm").__version__,
-            "batch": requests, "prompt_tokens": PROMPT, "output_tokens": OUTPUT, "tokens_per_s": made / seconds,
-            "ttft_ms": None, "tpot_ms": None, "memory_gib": None, "weights": "random",
-            "flags": "no torch.compile, full CUDA graphs for decode, 8192 batched tokens, 16-bit KV cache",
-            "provenance": provenance(seed=0, device="cuda" if on_gpu else "cpu"),
-        }  # fmt: skip
-        append(Path(out), record)
-        del llm
-        free()
+    times = [output.metrics for output in outputs if output.metrics is not None]
+    first = [1e3 * t.first_token_latency for t in times]
+    after = [1e3 * (t.last_token_ts - t.first_token_ts) / (load[1] - 1) for t in times if load[1] > 1]
+    mode = "torch.compile and CUDA graphs as vLLM sets them" if args.compile else "no torch.compile, full decode graphs"
+    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
+    record = {
+        "kind": "e2e", "model": args.alias, "scheme": scheme, "engine": f"vLLM {sys.modules['vllm'].__version__}",
+        "batch": args.requests, "prompt_tokens": load[0], "output_tokens": load[1], "tokens_per_s": tokens_per_s,
+        "ttft_ms": statistics.median(first) if first else None,
+        "tpot_ms": statistics.median(after) if after else None, "weights": "random", "layers": args.layers,
+        "gpus": args.tensor_parallel, **about,  # kernels, and memory_gib: of the weights
+        "kv_cache": CACHES[scheme.partition("+")[2]],
+        "flags": f"{mode}, {TOKENS_A_STEP} batched tokens, all requests at once, greedy, no stop",
+        "provenance": provenance(seed=0, device="cpu" if on_cpu or not torch.cuda.is_available() else "cuda"),
+    }  # fmt: skip
+    append(Path(args.record), record)
+
+
+# --- the command line
+
+
+def loads(text: str) -> list[tuple[int, int]]:
+    """128/128,1024/512 -> [(128, 128), (1024, 512)]: tokens in, tokens out."""
+    return [(int(prompt), int(output)) for prompt, output in (part.split("/") for part in text.split(","))]
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """One job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    jobs = parser.add_subparsers(dest="job", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--record", default="vllm.jsonl", help="file that records are appended to")
+    shared.add_argument("--limit", type=float, default=150, help="seconds for each scheme, its start included")
+    shared.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model")
+    shared.add_argument("--compile", action="store_true", help="vLLM's own torch.compile and CUDA graph settings")
+    one = jobs.add_parser("perplexity", parents=[shared])
+    one.add_argument("packed")
+    one.add_argument("tokens")
+    one.set_defaults(run=perplexity)
+    two = jobs.add_parser("throughput", parents=[shared])
+    two.add_argument("alias")
+    two.add_argument("--schemes", type=lambda text: text.split(","), default=["comet", "bf16", "fp8", "w4a16"])
+    two.add_argument("--load", type=loads, default=loads("128/128,1024/512"), help="tokens in/out, one engine for all")
+    two.add_argument("--requests", type=int, default=256)
+    two.add_argument("--layers", type=int, help="cut the model short")
+    two.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM may take")
+    two.set_defaults(run=throughput)
+    return parser.parse_args(words)
 
 
 def main() -> None:
-    """Run the parts named on the command line, parts separated by --; one that fails does not stop the next."""
-    import traceback
-
-    parts: list[list[str]] = [[]]
+    """Run the jobs named on the command line; one that fails does not stop the next, but fails the whole."""
+    jobs: list[list[str]] = [[]]
     for word in sys.argv[1:]:
-        parts.append([]) if word == "--" else parts[-1].append(word)
-    for part in parts:
+        jobs.append([]) if word == "--" else jobs[-1].append(word)
+    parsed = [parse(words) for words in jobs]
+    preload()
+    failed = 0
+    for job in parsed:
         try:
-            {"perplexity": perplexity, "throughput": throughput}[part[0]](*part[1:])
-        except Exception:
-            traceback.print_exc()
-            free()
+            job.run(job)
+        except (Exception, SystemExit) as error:
+            say("failed:", error)
+            failed += 1
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

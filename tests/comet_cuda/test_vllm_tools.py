@@ -1,0 +1,70 @@
+"""What cuda/tools/bench_vllm.py stands on, without vLLM: forks with limits, shape-only folders, its command line."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from comet_cuda.errors import CometError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
+
+import bench_vllm
+import vllm_forks
+from vllm_shapes import shape_only
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_forks, "wait_for_memory", lambda: None)
+
+
+def fail() -> None:
+    raise ValueError("this scheme does not start")
+
+
+def test_a_fork_answers_fails_alone_and_ends_at_its_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def slow() -> None:
+        if os.fork() == 0:  # an engine of its own, which must end too
+            (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    assert vllm_forks.in_a_fork("quick", 30, lambda: [1, "two"]) == [1, "two"]
+    assert vllm_forks.in_a_fork("broken", 30, fail) is None
+    begin = time.monotonic()
+    assert vllm_forks.in_a_fork("slow", 0.5, slow) is None
+    assert time.monotonic() - begin < 20
+    said = capfd.readouterr()
+    assert "this scheme does not start" in said.err
+    assert "slow stopped at its limit" in said.out
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    for _ in range(100):
+        if not status.exists() or "zombie" in status.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("what the fork started is still running")
+
+
+def test_a_folder_of_shapes_says_how_linears_are_stored(tmp_path: Path) -> None:
+    from comet_core.packed import read_manifest
+
+    plain = shape_only("llama-3-8b", "bf16", tmp_path / "bf16", layers=2)
+    config = json.loads((plain / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2 and "quantization_config" not in config
+    manifest = read_manifest(shape_only("llama-3-8b", "comet-share4", tmp_path / "comet", layers=2, ranks=2))
+    assert len(manifest.linears) == 14 and {entry.share for entry in manifest.linears.values()} == {4}
+    assert manifest.recipe.blocks.tp_granularity == 2
+    w4a16 = json.loads((shape_only("llama-3-8b", "w4a16", tmp_path / "w4a16") / "config.json").read_text())
+    scheme = w4a16["quantization_config"]["config_groups"]["group_0"]
+    assert scheme["weights"]["group_size"] == 128 and scheme["input_activations"] is None
+    with pytest.raises(CometError, match="no model alias is called llama-3-9b"):
+        shape_only("llama-3-9b", "bf16", tmp_path / "none")
+
+
+def test_the_command_line() -> None:
+    job = bench_vllm.parse(["throughput", "llama-3-8b", "--schemes", "comet+kv4,fp8", "--load", "128/64,1024/512"])
+    assert job.schemes == ["comet+kv4", "fp8"] and job.load == [(128, 64), (1024, 512)] and not job.compile
+    assert bench_vllm.parse(["perplexity", "a", "b", "--tensor-parallel", "2"]).tensor_parallel == 2
