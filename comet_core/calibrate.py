@@ -15,7 +15,7 @@ from torch import Tensor
 from comet_core.calibration import Calibration, GroupPlan, save, writable_folder
 from comet_core.corpus import calibration_windows, load_corpus, random_windows
 from comet_core.decoder import PROBE_TOKENS, Call, Decoder, LinearGroup, layer_linears, linear_groups, run_layer
-from comet_core.hidden import HiddenStates
+from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.model_source import ModelSource
 from comet_core.observe import SAMPLE_TOKENS, ChannelStats, observe
 from comet_core.outliers import outlier_channels, report_outliers
@@ -91,7 +91,14 @@ def embed_windows(decoder: Decoder, tokens: Tensor, hidden: HiddenStates) -> dic
 
 @torch.no_grad()
 def calibrate(
-    source: ModelSource, recipe: Recipe, out: Path, *, device: str = "auto", dtype: str = "auto", progress: Progress
+    source: ModelSource,
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress,
+    limit_share: float = 1.0,
 ) -> Calibration:
     """Calibrate and write the artifact to `out`.
 
@@ -99,6 +106,7 @@ def calibrate(
         source: the model. recipe: its calibration, activations and blocks sections are used.
         out: folder, made if missing; an artifact that is there is replaced at the end.
         device, dtype: "auto" or torch names. progress: told about every step.
+        limit_share: of the limits on memory; a rehearsal with a part of the windows takes the same part of them.
 
     Errors:
         CometError for models, data or recipes that do not fit each other, before the long part where possible.
@@ -113,6 +121,7 @@ def calibrate(
         (tokens.shape[0], tokens.shape[1], decoder.width),
         dtype=compute,
         device=decoder.device,
+        limit=int(DEFAULT_LIMIT * limit_share),
         spill_folder=writable_folder(out),
     )
     calls = embed_windows(decoder, tokens, hidden)

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ class HiddenStates:
 
     Args:
         shape: windows, tokens a window, channels.
-        dtype, device: of the values; a buffer over `limit` bytes lives in an unnamed file of `spill_folder` instead and
-            is moved to `device` piece by piece.
+        dtype, device: of the values; a buffer over `limit` bytes lives in a nameless file of `spill_folder` instead,
+            and only the range that is read or written is in memory.
     """
 
     def __init__(
@@ -31,49 +32,67 @@ class HiddenStates:
         limit: int = DEFAULT_LIMIT,
         spill_folder: Path | None = None,
     ) -> None:
+        self.shape, self.dtype, self.device, self._limit = shape, dtype, device, limit
         windows, length, width = shape
-        self.device = device
         self.step = max(1, TOKENS_A_STEP.get(device.type, 4096) // length)
-        count = windows * length * width
-        self.spilled = count * dtype.itemsize > limit
+        self._window = length * width * dtype.itemsize  # bytes of one
+        self.spilled = windows * self._window > limit
         if self.spilled:
-            self._values = _spilled(count, dtype, spill_folder).view(windows, length, width)
+            self._file = _reserved(windows * self._window, spill_folder)
         else:
-            self._values = torch.empty(windows, length, width, dtype=dtype, device=device)
+            self._values = torch.empty(shape, dtype=dtype, device=device)
 
     def copy(self, spill_folder: Path | None = None) -> "HiddenStates":
         """Another buffer with the same values."""
-        limit = 0 if self.spilled else DEFAULT_LIMIT
-        shape = (self._values.shape[0], self._values.shape[1], self._values.shape[2])
         other = HiddenStates(
-            shape, dtype=self._values.dtype, device=self.device, limit=limit, spill_folder=spill_folder
+            self.shape, dtype=self.dtype, device=self.device, limit=self._limit, spill_folder=spill_folder
         )
-        other._values.copy_(self._values)
+        for start, stop in self.ranges():
+            other.write(start, stop, self.read(start, stop))
         return other
 
     def ranges(self) -> list[tuple[int, int]]:
         """Window ranges [start, stop) of one step each, in order."""
-        windows = self._values.shape[0]
+        windows = self.shape[0]
         return [(start, min(start + self.step, windows)) for start in range(0, windows, self.step)]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Hidden states [stop - start, length, D] on the device."""
-        return self._values[start:stop].to(self.device)
+        if not self.spilled:
+            return self._values[start:stop]
+        values = torch.empty(min(stop, self.shape[0]) - start, *self.shape[1:], dtype=self.dtype)
+        view, done = _bytes_of(values), 0
+        while done < len(view):
+            count = os.preadv(self._file.fileno(), [view[done:]], start * self._window + done)
+            if count == 0:
+                raise CometError("the file of hidden states became shorter", "start the same command again")
+            done += count
+        return values.to(self.device)
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Replace the hidden states of windows [start, stop)."""
-        self._values[start:stop] = values.to(self._values.device)
+        if not self.spilled:
+            self._values[start:stop] = values.to(self.device)
+            return
+        view, done = _bytes_of(values.to("cpu", self.dtype).contiguous()), 0
+        while done < len(view):
+            done += os.pwritev(self._file.fileno(), [view[done:]], start * self._window + done)
 
 
-def _spilled(count: int, dtype: torch.dtype, folder: Path | None) -> Tensor:
-    """A tensor [count] in a file that has no name any more when this returns, so that not even a kill leaves it."""
-    size = count * dtype.itemsize
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="hidden-", suffix=".tmp") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a bus error later
-        except OSError as error:
-            raise CometError(
-                f"{file.name}: {size / 2**30:.1f} GiB for the hidden states cannot be reserved ({error.strerror})",
-                "free disk space, write to another disk with --out, or use fewer or shorter calibration windows",
-            ) from error
-        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.view(-1).view(torch.uint8).numpy().data
+
+
+def _reserved(size: int, folder: Path | None) -> IO[bytes]:
+    """A file of `size` bytes that never has a name, so that not even a kill leaves it. A full disk is an error here,
+    not hours later."""
+    try:
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as the hidden states
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise CometError(
+            f"{folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the hidden states cannot be reserved "
+            f"({error.strerror})",
+            "free disk space, write to another disk with --out, or use fewer or shorter calibration windows",
+        ) from error
+    return file

@@ -36,6 +36,7 @@ def pack(
     device: str = "auto",
     dtype: str = "auto",
     progress: Progress,
+    limit_share: float = 1.0,
 ) -> PackedInfo:
     """Quantize and write the model to `out`; the same call after a crash goes on.
 
@@ -43,6 +44,7 @@ def pack(
         source: the model that was calibrated. calibration: folder that `calibrate` wrote.
         recipe: None takes the calibration's; another one may differ in weights, kv_cache, embedding and lm_head only.
         out: folder to write. device, dtype: "auto" or torch names. progress: told about every step.
+        limit_share: as in `calibrate`.
 
     Errors:
         CometError if the parts do not belong together, the folder holds something else, or the disk is full.
@@ -71,7 +73,7 @@ def pack(
     try:
         if recipe.tuning.epochs:
             return _pack_tuned(source, found, recipe, out, device, compute, progress)
-        return PackJob(source, found, recipe, out, device, compute, progress).run()
+        return PackJob(source, found, recipe, out, device, compute, progress, limit_share).run()
     finally:
         lock.release()
 

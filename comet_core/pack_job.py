@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from comet_core.calibrate import embed_windows
 from comet_core.calibration import Calibration, GroupPlan
 from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows
-from comet_core.hidden import HiddenStates
+from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.kv_cache import attention_name
 from comet_core.ledger import Ledger, PackedInfo
 from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
@@ -65,9 +65,10 @@ class PackJob:
         device: str,
         dtype: torch.dtype,
         progress: Progress,
+        limit_share: float = 1.0,
     ) -> None:
         self.source, self.calibration, self.recipe, self.out = source, calibration, recipe, out
-        self.progress = progress
+        self.progress, self.limit_share = progress, limit_share
         self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention_name(recipe.kv_cache))
         self.count = len(self.decoder.layers) + 1  # shards
         self.ledger = Ledger()
@@ -81,6 +82,7 @@ class PackJob:
             (tokens.shape[0], tokens.shape[1], self.decoder.width),
             dtype=self.decoder.dtype,
             device=self.decoder.device,
+            limit=int(DEFAULT_LIMIT * self.limit_share),
             spill_folder=self.out,
         )
         calls = embed_windows(self.decoder, tokens, hidden)
@@ -99,7 +101,7 @@ class PackJob:
         with self.progress.task("pack", self.count) as task:
             for index in range(self.count - 1):
                 layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
-                memo = partial(OutputMemo, memo_bytes(self.decoder.device))
+                memo = partial(OutputMemo, int(memo_bytes(self.decoder.device) * self.limit_share))
                 needed = index <= last_missing
                 sixteen = None
                 if not self.shard(index).exists() or (needed and hidden16 is not None):

@@ -8,15 +8,19 @@ of it that every packing does first.
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from comet_core.calibration import heat_map
 from comet_core.decoder import find_layers
+from comet_core.host_memory import forget_peak, peak_memory, trim
 from comet_core.model_source import ModelSource
-from comet_core.progress import SilentProgress
+from comet_core.progress import SilentProgress, Task
 from comet_core.recipe import Recipe, with_calibration
 from comet_core.weight_reader import parameter_table
 from comet_cuda.affine import BLOCK, num_blocks
@@ -24,28 +28,23 @@ from comet_cuda.errors import CometError
 
 SPARE_DISK = 64 << 20  # tokenizer, manifest, temporary names
 GIB = 1 << 30
+MOST_EXTENDED = 8  # windows of the real run for each of the larger rehearsal: what noise is multiplied by at most
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a command will take. Bytes and seconds.
-
-    `memory` is what the run holds. The C library keeps freed memory for later, so that the process was seen to take up
-    to twice as much on small models; MALLOC_MMAP_THRESHOLD_=262144 in the environment makes it give back.
-    """
+    """What a command will take. Bytes and seconds."""
 
     seconds: float
-    memory: int  # peak of this process above what it holds now
+    memory: int  # peak of the process, Python and its libraries included (host_memory.give_back_freed is in force)
     gpu_memory: int  # peak of torch's allocator; 0 without a GPU
     disk: int
 
 
 @dataclass(frozen=True)
 class _Run:
-    layers: int
-    windows: int
     seconds: float
-    memory: int
+    peaks: dict[str, int]  # of the process, by step
     gpu_memory: int
 
 
@@ -94,24 +93,6 @@ def require_disk(folder: Path, wanted: int, what: str) -> None:
         )
 
 
-def peak_memory() -> int:
-    """The largest size this process had since `forget_peak`, in bytes (0 where Linux's /proc is not there)."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-
-
-def forget_peak() -> int:
-    """Start a new peak; returns what the process holds now."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return 0
-    return peak_memory()
-
-
 def rehearse(
     cut: Callable[[int], ModelSource],
     recipe: Recipe,
@@ -129,52 +110,72 @@ def rehearse(
     whole = cut(0)
     layers, windows = int(whole.config.get_text_config().num_hidden_layers), recipe.calibration.samples
     few = min(windows, max(2, 4096 // recipe.calibration.seq_len))
-    more = min(windows, 3 * few)
+    more = min(windows, max(3 * few, windows // MOST_EXTENDED))
     plan = [(1, few), (1, few), (1, more), (min(2, layers), few)]  # the first warms caches up and does not count
-    held = forget_peak()  # before anything ran: what the C library keeps for later counts too
-    runs = [_run_small(cut(n), with_calibration(recipe, samples=w), command, device, dtype, held) for n, w in plan]
+    runs = [_run_small(cut(n), recipe, w, command, device, dtype) for n, w in plan]
     _, base, wide, deep = runs
+    share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
     def extended(value: Callable[[_Run], float]) -> float:
-        a_window = max(0.0, value(wide) - value(base)) / max(1, more - few)
+        all_windows = max(0.0, value(wide) - value(base)) * share
         a_layer = max(0.0, value(deep) - value(base)) if layers > 1 else 0.0
-        a_layer += (windows - few) * a_window  # the other layers have all windows too
-        return value(base) + (layers - 1) * a_layer + (windows - few) * a_window
+        return value(base) + (layers - 1) * (a_layer + all_windows) + all_windows
 
-    def at_most(value: Callable[[_Run], float]) -> int:
-        a_window = max(0.0, value(wide) - value(base)) / max(1, more - few)
-        return int(max(value(base), value(deep)) + (windows - few) * a_window)
+    def at_most(few_: int, wide_: int, deep_: int) -> int:
+        return int(max(few_, deep_) + max(0, wide_ - few_) * share)
 
     return Estimate(
         seconds=extended(lambda run: run.seconds),
-        memory=at_most(lambda run: run.memory),
-        gpu_memory=at_most(lambda run: run.gpu_memory),
+        memory=max(at_most(base.peaks[step], wide.peaks[step], deep.peaks[step]) for step in base.peaks),
+        gpu_memory=at_most(base.gpu_memory, wide.gpu_memory, deep.gpu_memory),
         disk=packing_disk(whole, recipe) if command == "pack" else SPARE_DISK,
     )
 
 
-def _run_small(source: ModelSource, recipe: Recipe, command: str, device: str, dtype: str, held: int) -> _Run:
+class _Peaks(SilentProgress):
+    """Listens to a run and notes the peak of each of its steps. The steps grow differently with the windows: which
+    of them is the largest in a small run says nothing about a large one."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self._step = "start"
+        trim()
+        forget_peak()
+
+    def end(self, following: str) -> None:
+        """What ran until now is over."""
+        self.found[self._step] = max(self.found.get(self._step, 0), peak_memory())
+        forget_peak()
+        self._step = following
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Task]:
+        self.end(description)
+        with super().task(description, total) as task:
+            yield task
+        self.end(f"after {description}")
+
+
+def _run_small(source: ModelSource, recipe: Recipe, windows: int, command: str, device: str, dtype: str) -> _Run:
     from comet_core.calibrate import calibrate
     from comet_core.pack import pack
 
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    forget_peak()
+    share = windows / recipe.calibration.samples
+    recipe = with_calibration(recipe, samples=windows)
     with tempfile.TemporaryDirectory(prefix="comet-rehearsal-") as name:
-        home = Path(name)
+        home, peaks = Path(name), _Peaks()
         start = time.perf_counter()
-        silent = SilentProgress()
-        calibrate(source, recipe, home / "calibration", device=device, dtype=dtype, progress=silent)
+        options: Any = {"device": device, "dtype": dtype, "progress": peaks, "limit_share": share}
+        found = calibrate(source, recipe, home / "calibration", **options)
+        heat_map(found, home / "outliers.png")
+        peaks.end("packing")
         if command == "pack":
-            pack(source, home / "calibration", None, home / "packed", device=device, dtype=dtype, progress=silent)
+            pack(source, home / "calibration", None, home / "packed", **options)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    return _Run(
-        layers=int(source.config.get_text_config().num_hidden_layers),
-        windows=recipe.calibration.samples,
-        seconds=seconds,
-        memory=max(0, peak_memory() - held),
-        gpu_memory=torch.cuda.max_memory_allocated() if on_gpu else 0,
-    )
+        peaks.end("done")
+    return _Run(seconds, peaks.found, torch.cuda.max_memory_allocated() if on_gpu else 0)

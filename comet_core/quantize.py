@@ -152,12 +152,14 @@ def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWe
     return assemble(grid.codes(w), grid, spec)
 
 
-def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[QuantizedWeight, float] | None:
+def quantize_gptq(
+    w: Tensor, hessian: Tensor, spec: WeightSpec, *, overwrite: bool = False
+) -> tuple[QuantizedWeight, float] | None:
     """GPTQ: round column by column, moving each column's error into the columns still to come.
 
     Args:
         w: f32 [N, NB, 128] in storage order. hessian: f32 [NB * 128, NB * 128], sum of weighted x x^T.
-        spec: bits, symmetry, clip search, damping.
+        spec: bits, symmetry, clip search, damping. overwrite: w may be worked in; it is as large as the linears.
 
     Returns:
         the weight and the damping that was used, or None if the Hessian stayed indefinite through all retries.
@@ -166,7 +168,7 @@ def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[Quantiz
     if factored is None:
         return None
     upper, damping = factored
-    rest = w.flatten(1).clone()
+    rest = w.flatten(1) if overwrite else w.flatten(1).clone()
     importance = hessian.diagonal()
     row_grid = choose_grid(rest, importance, spec) if spec.group == "row" else None
     codes: list[Tensor] = []
@@ -182,7 +184,7 @@ def quantize_gptq(w: Tensor, hessian: Tensor, spec: WeightSpec) -> tuple[Quantiz
             chosen, errors, scale, zero = replay(_fitting(spec), block, factor, importance[own].contiguous())
             grid = Grid(scale, zero, *_code_range(spec))
         rest[:, later].addmm_(errors.T, upper[own, later], alpha=-1)
-        codes.append(chosen.T)
+        codes.append(chosen.T.to(torch.int8))  # all codes fit: 0 to 15, or -127 to 127
         grids.append(grid)
     del factored, upper  # as large as the Hessian
     return assemble(torch.stack(codes, 1), _stacked(grids), spec), damping
@@ -242,10 +244,10 @@ def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:
     mean = diagonal[diagonal > 0].mean() if bool((diagonal > 0).any()) else diagonal.new_tensor(1.0)
     dead = diagonal <= 0  # zero padding and channels that never fired: no error to move, none to receive
     for _ in range(DAMPING_RETRIES):
-        damped = hessian.clone()
+        damped = hessian.mT.contiguous().mT  # a copy, column by column, as the library wants it
         damped.diagonal().add_(mean * damping)
         damped.diagonal()[dead] = mean
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(damped, **_in_place(damped))
         if not int(failed):
             return lower, damping
         del damped, lower
@@ -253,18 +255,23 @@ def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:
     return None, damping
 
 
+def _in_place(matrix: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Arguments that make a CPU write a factor over its matrix [K, K], whose columns are contiguous."""
+    return {} if matrix.is_cuda else {"out": (matrix, torch.empty((), dtype=torch.int32))}
+
+
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float] | None:
     """Upper Cholesky factor of the inverse of the damped Hessian, and the damping; None if it never succeeds.
 
-    No more than two matrices of the Hessian's size are held beside it: of a wide linear each is as large as a layer.
+    On a CPU one matrix of the Hessian's size is held beside it: of a wide linear each is as large as a layer.
     """
     for _ in range(DAMPING_RETRIES):
         lower, damping = cholesky(hessian, damping)
         if lower is None:
             return None
-        inverse = torch.cholesky_inverse(lower)
+        inverse = torch.cholesky_inverse(lower, out=None if lower.is_cuda else lower)
         del lower
-        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True, **_in_place(inverse))
         del inverse
         if not int(failed) and all_finite(upper):
             return upper, damping

@@ -161,7 +161,7 @@ def _fit(w: Tensor, train: Moments, spec: WeightSpec, *, free_gap: bool) -> tupl
     best = train.best_weights(w, spec.compensation, spec.damping)
     if free_gap:
         train.gap = None
-    fitted = quantize_gptq(best, train.hessian, spec)
+    fitted = quantize_gptq(best, train.hessian, spec, overwrite=not spec.passes)
     if fitted is None or not spec.passes:
         return fitted
     weight, damping = fitted

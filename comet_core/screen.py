@@ -103,7 +103,7 @@ def measure(recipe: Recipe, setting: Setting) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="comet-screen-") as home:
         calibration, packed = Path(home) / "calibration", Path(home) / "packed"
-        how = {"device": setting.device, "dtype": setting.pack_dtype}
+        how: Any = {"device": setting.device, "dtype": setting.pack_dtype}
         calibrate(source, recipe, calibration, **how, progress=silent)
         pack(source, calibration, None, packed, **how, progress=silent)
         packed_after = time.monotonic() - began

@@ -13,8 +13,8 @@ LAYERS = {
     "comet_cli": ROOT / "cli",
 }  # may import itself and those before
 ORDER = (  # inside comet_core: each file may import only those before it
-    "progress", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files", "weight_reader",
-    "quantized_source",
+    "progress", "host_memory", "provenance", "results", "recipe_rules", "recipe", "model_cache", "safetensors_files",
+    "weight_reader", "quantized_source",
     "gguf_folder", "model_source", "text_files", "corpus", "hidden", "decoder", "observe", "outliers", "plan",
     "edited_source", "folding", "smooth", "rotate", "rotate_model", "learned_clip", "transform",
     "calibration", "calibrate", "replay", "quantize", "descent", "linear", "moments", "quantize_group", "kv_cache",

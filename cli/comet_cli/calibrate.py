@@ -43,6 +43,7 @@ def calibrate(
 
     Example: comet calibrate smollm2-135m --samples 32 --seq-len 512
     """
+    options.tidy_heap()
     source, chosen = prepare(model, recipe, weights, layers, data=data, samples=samples, seq_len=seq_len, seed=seed)
     folder = out or default_folder(source, chosen, layers) / "calibration"
     options.set_threads(threads)

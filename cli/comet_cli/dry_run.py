@@ -57,7 +57,7 @@ def dry_run(
         "recipe": recipe.name,
         "data": f"{data['name']} ({data['origin']}), {data['samples']} x {data['seq_len']} tokens",
         "time": about(found.seconds),
-        "memory": f"{console.human_bytes(found.memory)} to twice that, {console.human_bytes(free_memory)} are free",
+        "memory": f"{console.human_bytes(found.memory)}, {console.human_bytes(free_memory)} are free",
         "disk": f"{console.human_bytes(found.disk)}, {console.human_bytes(shutil.disk_usage(place).free)} are free",
         "folder": str(folder),
     }

@@ -54,6 +54,7 @@ def evaluate(
 
     Example: comet eval --ppl wikitext2
     """
+    options.tidy_heap()
     options.check_record_file(record)
     if model is None:
         model = str(runs.last_packed())

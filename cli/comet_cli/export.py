@@ -35,6 +35,7 @@ def export(
 
     Example: comet export runs/smollm2-135m-w4a16/packed
     """
+    options.tidy_heap()
     if format not in FORMATS:
         raise CometError(f"--format {format} is not known", f"It may be {' or '.join(FORMATS)}.")
     from comet_core.integrations.compressed_tensors import export as write

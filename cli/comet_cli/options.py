@@ -25,6 +25,13 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per result o
 DEFAULT_RECIPE = "w4a4kv4"
 
 
+def tidy_heap() -> None:
+    """Let the heap give back what is freed: first thing in a command that holds models."""
+    from comet_core.host_memory import give_back_freed
+
+    give_back_freed()
+
+
 def set_threads(threads: int | None) -> None:
     """Let torch use that many CPU threads. Imports torch if a number is given."""
     if threads is not None:

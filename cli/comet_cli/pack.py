@@ -39,6 +39,7 @@ def pack(
 
     Without a calibration it makes one first. Example: comet pack smollm2-135m
     """
+    options.tidy_heap()
     flags: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len, "seed": seed}
     given = calibration is not None
     if given and any(value is not None for value in flags.values()):

@@ -43,6 +43,7 @@ def reproduce(
 
     Example: comet reproduce table1 --models smollm2-135m --dry-run
     """
+    options.tidy_heap()
     from comet_core.paper_table import check, load_table
     from comet_core.results import read
 

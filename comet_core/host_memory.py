@@ -1,0 +1,48 @@
+"""The memory of this process: how much it held at most, and a heap that gives back what is freed.
+
+By default the C library keeps freed blocks of up to 32 MiB for later, scattered as they are, so that a process holds
+up to twice of what the program does and nobody can say beforehand how much. `give_back_freed` makes every block from
+4 MiB up a mapping of its own, which goes back at once, and lets torch ask for large pages, which makes mappings cheap:
+results/LOG.md has the figures. A C library other than glibc ignores it.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+M_MMAP_THRESHOLD = -3  # mallopt's name for it in glibc's malloc.h
+OWN_MAPPING = 4 << 20  # bytes; smaller blocks are reused from the heap
+
+
+def give_back_freed() -> None:
+    """Set the heap up. Called by commands that hold tensors, before torch has allocated any."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first allocation
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING)
+
+
+def trim() -> None:
+    """Give back what lies free in the heap now."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_memory() -> int:
+    """The largest size this process had since `forget_peak`, in bytes (0 where Linux's /proc is not there)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def forget_peak() -> int:
+    """Start a new peak; returns what the process holds now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return 0
+    return peak_memory()
