@@ -14,26 +14,9 @@
 // THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers),
 // JOINT (1: the tokens of one 32-bit word are quantized together; 0: one after the other, in shorter code).
 #include "comet/codes.cuh"
-#include "comet/rows.cuh"
+#include "comet/quantize_scale.cuh"
 
 using namespace comet;
-
-struct Params {
-  const void* x;           // [M, K], or [M, 2K] for FUSE == 2
-  const void* residual;    // [M, K] or null (FUSE == 1)
-  void* residual_out;      // [M, K] = x + residual (FUSE == 1 with residual)
-  const void* norm_weight; // [K] (FUSE == 1)
-  const int* perm;         // [K], aligned to 512 bytes
-  const uint8_t* bits;     // [NB]
-  const float* clip;       // [NB]
-  const float* unit;       // [NB] or null: ones (SHARE == 4)
-  void* codes;
-  float* scale; // [M, NB] canonical, or the tiled forms' meta
-  int M, K, NB;
-  float eps; // FUSE == 1
-};
-
-__device__ __forceinline__ float sigmoid_times(float g) { return __fdividef(g, 1.f + __expf(-g)); }
 
 // Groups of four channels that a thread loads before it stores the first: 128 bytes, so that a whole row of usual width
 // is one round trip to memory. A second input (residual, up) halves it.
@@ -212,15 +195,15 @@ struct Destination {
   template <bool kInt4> __device__ __forceinline__ void store_word(const Params& p, int t, int q, uint32_t data) const {
     const uint32_t offset = 8 * (q / 2) + 16 * (q % 2);
 #if OUT == 0
-    reinterpret_cast<uint32_t*>(codes + size_t(t) * p.NB * kBlock)[offset] = data;
+    store_global(codes + size_t(t) * p.NB * kBlock + 4 * offset, data);
 #elif OUT == 1 // rows are 128 bytes apart and their swizzles 16; TOKENS divides 8, so nothing carries
-    *reinterpret_cast<uint32_t*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ (4 * offset)) = data;
+    store_global(reinterpret_cast<char*>(reinterpret_cast<size_t>(codes) ^ (144 * t) ^ (4 * offset)), data);
 #else
     const uint32_t at = word + t * kWords + offset;
     if (OUT == 2 && kInt4)
       reinterpret_cast<uint16_t*>(codes)[at] = pack_nibbles(data);
     else
-      reinterpret_cast<uint32_t*>(codes)[at] = data;
+      store_global(codes + 4 * size_t(at), data);
 #endif
   }
   // The scale or sum of this lane's token, t tokens further on.
@@ -262,39 +245,10 @@ __device__ __forceinline__ float block_largest(const float (&v)[kJoint][kSlots],
   return block_max(fmaxf(odd ? own[kJoint - 1] : own[0], other), 2);
 }
 
-// The static unit of a block (SHARE == 4). It is read where it is needed, twice, and not kept in a register.
-__device__ __forceinline__ float unit_of(const Params& p, int block) {
-  if (p.unit == nullptr) return 1.f;
-  float unit;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(unit) : "l"(p.unit + min(block, p.NB - 1)));
-  return unit;
-}
-
-// What one block of one token is divided by.
-struct Scale {
-  float stored;  // as the layout wants it
-  float divisor; // codes are values / divisor
-  int e;         // the sm_90 operand is code * 2^(4 - e), and its sum too (SHARE == 4)
-};
-
-// INT4 blocks with SHARE == 4 (contract in quantize_act.py). `ratio` is the scale that the block would choose alone,
-// over its unit; 0 for blocks that do not take part.
-__device__ __forceinline__ Scale shared_scale(float ratio, float unit, float inverse_count) {
-  float sum = __fadd_rn(ratio, __shfl_xor_sync(kWarp, ratio, kLanesPerBlock)); // blocks 0 + 1 and 2 + 3
-  sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, 2 * kLanesPerBlock));
-  float quad = __fmul_rn(sum, inverse_count);
-  if (!(quad > 0.f)) quad = 1.f;
-  float excess = 1.f; // the quad's scale over the block's, at least 1/4; 1 for a block of zeros
-  if (ratio >= 0x1p-60f && quad <= 0x1p60f)
-    excess = __fmul_rn(divide(quad, ratio, reciprocal_of(ratio)), kQuadRounding);
-  else if (ratio > 0.f)
-    excess = __fmul_rn(__fdiv_rn(quad, ratio), kQuadRounding);
-  Scale scale;
-  scale.e = min(max((__float_as_int(excess) >> 23) - 127, -2), 13);
-  const float block_scale = __fmul_rn(quad, __int_as_float((127 - scale.e) << 23));
-  scale.stored = OUT == 1 ? __fmul_rn(quad, 0x1p-4f) : block_scale;
-  scale.divisor = __fmul_rn(block_scale, unit);
-  return scale;
+// The sum over the four blocks of the warp.
+__device__ __forceinline__ float sum_of_quad(float ratio) {
+  const float sum = __fadd_rn(ratio, __shfl_xor_sync(kWarp, ratio, kLanesPerBlock)); // blocks 0 + 1 and 2 + 3
+  return __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, 2 * kLanesPerBlock));
 }
 
 // One block of all tokens of the cta. All blocks of the warp are taken as INT4 or as INT8; those of the other kind (in
@@ -321,8 +275,7 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
   float inverse_count = 1.f;
   if (kInt4 && SHARE == 4) {
     per_absmax = __fdiv_rn(block.clip, __fmul_rn(7.f, unit_of(p, block_index)));
-    const int count = __popc(__ballot_sync(kWarp, mine)) / kLanesPerBlock;
-    inverse_count = count == 4 ? 0.25f : count == 3 ? 1.f / 3.f : count == 2 ? 0.5f : 1.f;
+    inverse_count = inverse_of(__popc(__ballot_sync(kWarp, mine)) / kLanesPerBlock);
   }
   asm volatile("" : "+f"(per_absmax)); // here, once, and not again for every token
   const bool quick = kInt4 && __all_sync(kWarp, block.clip >= kQuickClip || !mine);
@@ -347,7 +300,7 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
     const float ratio = __fmul_rn(largest, per_absmax);
     Scale scale;
     if (kInt4 && SHARE == 4)
-      scale = shared_scale(mine ? ratio : 0.f, unit_of(p, block_index), inverse_count);
+      scale = shared_scale(sum_of_quad(mine ? ratio : 0.f), mine ? ratio : 0.f, unit_of(p, block_index), inverse_count);
     else
       scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
     const bool usual = scale.divisor >= kQuickTiny && scale.divisor <= kQuickHuge;
@@ -390,6 +343,7 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_act(const Params p) {
   extern __shared__ __align__(16) char shared[];
+  let_next_kernel_start(); // it waits for this one's end before it reads or writes
   const Lane at;
   const int token0 = blockIdx.x * TOKENS;
   const int warp = __shfl_sync(kWarp, threadIdx.x / 32, 0); // so that the compiler knows it is one value
@@ -402,7 +356,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_act(con
   stage_rows(p, shared, token0);
   __syncthreads();
 #endif
-  let_next_kernel_start();
 
   Destination to(p, token0, first + at.group, at);
   while (first < p.NB) {

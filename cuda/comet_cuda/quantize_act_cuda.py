@@ -1,7 +1,8 @@
 """quantize_act on the GPU: the canonical op and its tiled form for the GEMM (quantize_fused.py has the fused ones).
 
-One kernel source (quantize_act.cu), one launcher. The decision made here is the launch plan: how many tokens share a
-cta (more tokens, fewer shared-memory reads of the gather; fewer tokens, more ctas) and how many ctas share a token.
+One launcher for two kernels: quantize_few.py says when its own is taken, quantize_act.cu takes the rest. The decision
+made here is that one's launch plan: how many tokens share a cta (more tokens, fewer shared-memory reads of the gather;
+fewer tokens, more ctas) and how many ctas share a token.
 
 The tiled op exists on every device; on the CPU it is the reference followed by the tiling of weight_layout.py.
 The host's time counts at small M, so all that a shape decides is looked up, and the rest is one pack and one call.
@@ -21,6 +22,8 @@ from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
 from comet_cuda.quantize_act import QUAD, quantize_quads
+from comet_cuda.quantize_few import SOURCE as FEW_SOURCE
+from comet_cuda.quantize_few import plan_few
 from comet_cuda.weight_layout import ATOM, ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
 from comet_cuda.weight_layout_sm80 import tile_activations_sm80
 
@@ -136,6 +139,7 @@ def _bound(
     layout: str,
     share: int,
     aligned: int,
+    gathered: bool,
 ) -> BoundLaunch:
     """The launch of one shape: all but the addresses. `aligned`: the rows' addresses modulo 16."""
     if share not in SHARES:
@@ -147,24 +151,27 @@ def _bound(
         )
     properties = torch.cuda.get_device_properties(device)
     vector = channels % 4 == 0 and aligned % (4 * ELEMENT_BYTES[dtype]) == 0
-    plan = plan_launch(
-        rows,
-        channels,
-        ELEMENT_BYTES[dtype],
-        properties.multi_processor_count,
-        int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED)),
-        vector,
-    )
+    sms = properties.multi_processor_count
+    shared_limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
+    arch, overlap = (
+        device_arch(device),
+        device_capability(device) >= (9, 0),
+    )  # may start before the previous kernel ends
+    tiles = token_atoms(rows) * ATOM if layout == "sm_90" else rows  # padding tokens of an atom are written as zeros
+    few = plan_few(rows, channels, dtype, fuse, gathered, sms, shared_limit) if vector else None
+    if few is not None:
+        defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share)
+        kernel = compile_kernel(FEW_SOURCE, "quantize_few", arch, defines, OPTIONS)
+        return kernel.load(device).bind((tiles, few.splits), few.threads, _PARAMS, few.shared_bytes, overlap)
+    plan = plan_launch(rows, channels, ELEMENT_BYTES[dtype], sms, shared_limit, vector)
     if fuse != "none" and not plan.stage:
         raise CometError(
             f"quantize_act fused with {fuse}: a row of {channels} {dtype} channels does not fit in shared memory",
             "call the norm or activation first, then quantize_act",
         )
     defines = kernel_defines(dtype, plan.tokens, hadamard, fuse, layout, vector, plan.stage, plan.threads, share)
-    kernel = compile_kernel(SOURCE, "quantize_act", device_arch(device), defines, OPTIONS)
-    tiles = token_atoms(rows) * ATOM if layout == "sm_90" else rows  # padding tokens of an atom are written as zeros
+    kernel = compile_kernel(SOURCE, "quantize_act", arch, defines, OPTIONS)
     grid = (-(-tiles // plan.tokens), plan.splits)
-    overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
     return kernel.load(device).bind(grid, plan.threads, _PARAMS, plan.shared_bytes, overlap)
 
 
@@ -243,28 +250,16 @@ def launch(
         (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
     )
     aligned = (x_at | weight_at | residual_at | out_at) % 16  # 0: to 16 bytes
-    bound = _bound(device, rows, channels, dtype, hadamard, fuse, layout, share, aligned)
+    bound = _bound(device, rows, channels, dtype, hadamard, fuse, layout, share, aligned, perm is not None)
     perm = _identity(channels, device) if perm is None else perm
     perm_at = perm.data_ptr()
     if perm_at % PERM_ALIGNMENT:
         perm = perm.clone()
         perm_at = perm.data_ptr()
     bound(
-        x_at,
-        residual_at,
-        out_at,
-        weight_at,
-        perm_at,
-        block_bits.data_ptr(),
-        clip.data_ptr(),
-        0 if unit is None else unit.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        rows,
-        channels,
-        blocks,
-        eps,
-    )
+        x_at, residual_at, out_at, weight_at, perm_at, block_bits.data_ptr(), clip.data_ptr(),
+        0 if unit is None else unit.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels, blocks, eps,
+    )  # fmt: skip
 
 
 def as_rows(x: Tensor, op: str) -> Tensor:

@@ -1,6 +1,6 @@
 #ifndef AFTER_THE_KERNEL
-// CUDA's language and intrinsics in plain C++, enough to run quantize_act.cu on a CPU: test_quantize_act_emulated.py
-// puts this file before the kernel and calls emulate() after it.
+// CUDA's language and intrinsics in plain C++, enough to run quantize_act.cu and quantize_few.cu on a CPU:
+// test_quantize_act_emulated.py puts this file before the kernel (named ENTRY) and calls emulate() after it.
 //
 // A cta's threads are fibers of one thread. A shuffle or vote is a meeting of the 32 lanes of a warp: each leaves its
 // value and sleeps until the last one has come. PTX statements are replaced by calls of the functions in `emu`.
@@ -83,6 +83,8 @@ inline int __shfl_sync(u32, int v, int src) { return int(emu::exchange(u32(v))[s
 inline u32 __ballot_sync(u32, bool p) { const u32* o = emu::exchange(p); u32 r = 0; for (int i = 0; i < 32; ++i) r |= (o[i] ? 1u : 0u) << i; return r; }
 inline bool __all_sync(u32 m, bool p) { return __ballot_sync(m, p) == ~0u; }
 inline bool __any_sync(u32 m, bool p) { return __ballot_sync(m, p) != 0; }
+inline u32 __reduce_max_sync(u32, u32 v) { const u32* o = emu::exchange(v); u32 r = 0; for (int i = 0; i < 32; ++i) r = o[i] > r ? o[i] : r; return r; }
+inline u32 __reduce_add_sync(u32, u32 v) { const u32* o = emu::exchange(v); u32 r = 0; for (int i = 0; i < 32; ++i) r += o[i]; return r; }
 inline int4 __ldg(const int4* p) { return *p; }
 inline float __ldg(const float* p) { return *p; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -123,6 +125,7 @@ inline u32 e4m3(_Float16 h) {
   u32 code; if (n >= 16) code = u32(e + 1 + 7) << 3; else if (n >= 8) code = (u32(e + 7) << 3) | (u32(n) - 8); else code = u32(n);
   return sign | code;
 }
+inline unsigned short e4m3_pair(float low, float high) { return e4m3(_Float16(low)) | e4m3(_Float16(high)) << 8; } // exact: small integers times powers of two
 inline unsigned short e4m3_pair(u32 p) { return e4m3(half(p)) | e4m3(half(p >> 16)) << 8; }
 inline u32 bf16(float x) { u32 u = bits(x); if (x != x) return 0x7FFF; return (u + 0x7FFF + (u >> 16 & 1)) >> 16; }
 // rcp.approx may be off by a unit in the last place: here it is, two times out of three.
@@ -135,7 +138,7 @@ inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; retu
 namespace emu {
 inline const Params* params;
 inline void body() {
-  quantize_act(*params);
+  ENTRY(*params);
   now->done = true;
   swapcontext(&now->context, &scheduler);
 }

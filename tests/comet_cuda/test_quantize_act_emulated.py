@@ -1,4 +1,4 @@
-"""quantize_act.cu itself, compiled by g++ and run on the CPU (cuda_on_cpu.h), equals the reference bit for bit.
+"""quantize_act.cu and quantize_few.cu, compiled by g++ and run on the CPU (cuda_on_cpu.h), equal the reference.
 
 Slow and without timing, but it runs where there is no GPU, and it makes the hardware's approximate reciprocal as wrong
 as it may be.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda
+from comet_cuda import quantize_act_cuda, quantize_few
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import read_sources
 from comet_cuda.quantize_act import quantize_act_ref
@@ -37,6 +37,7 @@ PTX = (  # statement of the kernel -> what it means
     (r'asm\("cvt\.f32\.f16.*?bits\)\)\);', "x = float(emu::half(bits));"),
     (r'asm\("cvt\.rn\.f16\.f32.*?\);', "h = emu::hbits(_Float16(x));"),
     (r'asm volatile\("ld\.global\.nc\.L1::no_allocate\.v\d.*?"l"\(p\)\);', "v = *p;"),
+    (r'asm volatile\("st\.global\.u32.*?\);', "*(uint32_t*)p = data;"),
     (r'asm volatile\("griddepcontrol.*?\);', ""),
     (r'asm\("rcp.approx.*?\);', "r = emu::reciprocal(x);"),
     (r'asm\("min\.f16x2.*?\);', "a = emu::minp(a, b);"),
@@ -48,23 +49,32 @@ PTX = (  # statement of the kernel -> what it means
     (r'asm\("add\.rn\.f16x2.*?\);', "pair = emu::add_pair(pair, 0x66006600u);"),
     (PAIR.format("a"), f"a = {SCALED.format('low')};"),
     (PAIR.format("b"), f"b = {SCALED.format('high')};"),
-    ("__shared__ float partial", "static float partial"),
+    (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32.*?\);', "bytes = emu::e4m3_pair(low, high);"),
+    (r"(?<!extern )__shared__", "static"),
 )
+KERNELS = {"quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE}
 
 
-def plain_source() -> str:
+def plain_source(entry: str) -> str:
     """The kernel and its headers as one C++ text."""
-    texts = read_sources(quantize_act_cuda.SOURCE)
-    order = ["comet/quantize.cuh", "comet/codes.cuh", "comet/rows.cuh", quantize_act_cuda.SOURCE]
+    texts = read_sources(KERNELS[entry])
+    order = ["quantize", "codes", "rows", "quantize_scale"]
+    order = [f"comet/{name}.cuh" for name in order] + [KERNELS[entry]]
     assert sorted(order) == sorted(texts)
     lines = [line for name in order for line in texts[name].splitlines() if not line.lstrip().startswith("#include")]
     text = "\n".join(line for line in lines if not re.match(r"\s*#\s*pragma", line))
     for pattern, meaning in PTX:
         text, count = re.subn(pattern, meaning, text, flags=re.DOTALL)
-        assert count, f"{pattern} is not in the kernel"
+        assert count or "volatile" in pattern or "static" in meaning, f"{pattern} is not in the kernel"
     assert "asm" not in re.sub(r"//.*", "", text), "PTX that the emulation does not know"
-    header = f'#include "{HERE / "cuda_on_cpu.h"}"\n'
+    header = f'#include "{HERE / "cuda_on_cpu.h"}"\n#define ENTRY {entry}\n'
     return f"{header}{text}\n#define AFTER_THE_KERNEL\n{header}"
+
+
+@pytest.fixture(autouse=True)
+def few_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_few, "MOST_TOKENS", 256)
+    monkeypatch.setattr(quantize_few, "MOST_DIRECT", 1 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +82,11 @@ def build(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
     """definitions -> the compiled kernel."""
     folder, found = tmp_path_factory.mktemp("emulated"), {}
 
-    def compiled(defines: dict[str, int | str]) -> ctypes.CDLL:
-        key = str(sorted(defines.items()))
+    def compiled(entry: str, defines: dict[str, int | str]) -> ctypes.CDLL:
+        key = entry + str(sorted(defines.items()))
         if key not in found:
             source, library = folder / f"{len(found)}.cpp", folder / f"{len(found)}.so"
-            source.write_text(plain_source())
+            source.write_text(plain_source(entry))
             flags = [f"-D{name}={value}" for name, value in defines.items()]
             subprocess.run(["g++", *FLAGS, *flags, str(source), "-o", str(library)], check=True)
             found[key] = ctypes.CDLL(str(library))
@@ -95,14 +105,26 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, **how) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """codes and meta (and the summed residual) as the kernel leaves them; common: perm, bits, clip, hadamard, unit."""
+    """codes and meta (and the summed residual) as the kernel leaves them; common: perm, bits, clip, hadamard, unit.
+
+    tokens: a cta's of quantize_act.cu; 0 takes quantize_few.cu.
+    """
     perm, bits, clip, hadamard, unit = common
     fuse, threads, stage = how.get("fuse", "none"), how.get("threads", 256), how.get("stage", True)
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     blocks, vector = num_blocks(channels), channels % 4 == 0
-    defines = quantize_act_cuda.kernel_defines(
-        x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
-    ) | {"JOINT": how.get("joint", 1), "ARCH": how.get("arch", 900)}
+    splits, entry = how.get("splits", 1), "quantize_act"
+    if tokens:
+        defines = quantize_act_cuda.kernel_defines(
+            x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
+        ) | {"JOINT": how.get("joint", 1)}
+    else:
+        plan = quantize_few.plan_few(rows, channels, x.dtype, fuse, perm is not None, how.get("sms", 132), 227 * 1024)
+        assert plan is not None and vector
+        numbers = quantize_act_cuda.FUSE[fuse], quantize_act_cuda.LAYOUTS[layout]
+        defines = plan.defines(x.dtype, hadamard, *numbers, share)
+        splits, threads, tokens, entry = plan.splits, plan.threads, 1, "quantize_few"
+    defines |= {"ARCH": how.get("arch", 900)}
     if layout == "canonical":
         out = [torch.zeros(rows, blocks, BLOCK, dtype=torch.int8), torch.zeros(rows, blocks)]
     else:
@@ -116,8 +138,8 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     params = quantize_act_cuda._PARAMS.pack(*addresses, rows, channels, blocks, how.get("eps", 0.0))
     covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
-    library = build(defines)
-    library.emulate(ctypes.c_char_p(params), -(-covered // tokens), how.get("splits", 1), threads)
+    library = build(entry, defines)
+    library.emulate(ctypes.c_char_p(params), -(-covered // tokens), splits, threads)
     found = [held[8], held[9], held[2]]
     return [tensor for tensor in found if tensor is not None]
 
@@ -178,6 +200,28 @@ def test_the_form_without_dpx_instructions_equals_the_reference(build, share: in
         equal_to_the_reference(build, 9, 896, torch.bfloat16, mix, "sm_80", **how)
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_the_form_for_few_tokens_equals_the_reference(build, share: int) -> None:  # type: ignore[no-untyped-def]
+    """Mix "half" has no permutation, so nothing is gathered there."""
+    for mix in MIXES:
+        how = {"share": share, "hadamard": True, "tokens": 0, "sms": 8}
+        equal_to_the_reference(build, 9, 2884, torch.bfloat16, mix, "sm_90", **how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.bfloat16, (5, 4900)), (torch.float16, (9, 2884)), (torch.bfloat16, (1, 256))]
+)
+def test_every_form_for_few_tokens_equals_the_reference(  # type: ignore[no-untyped-def]
+    build, dtype: torch.dtype, shape: tuple[int, int], share: int
+) -> None:
+    for layout, hadamard, mix in itertools.product(("sm_90", "canonical", "sm_80", "portable"), (True, False), MIXES):
+        how = {"share": share, "hadamard": hadamard, "tokens": 0, "sms": 132 if mix == "int4" else 4}
+        equal_to_the_reference(build, *shape, dtype, mix, layout, **how)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [1, 4])
@@ -205,19 +249,20 @@ def test_every_form_equals_the_reference(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_fused_forms_differ_by_one_code_at_most(build, share: int) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("tokens", "mix"), [(1, "mixed"), (0, "mixed"), (0, "half")])
+def test_fused_forms_differ_by_one_code_at_most(build, tokens: int, mix: str, share: int) -> None:  # type: ignore[no-untyped-def]
     rows, channels = 5, 640
-    x, (perm, bits, clip, unit) = problem(rows, channels, torch.bfloat16, "mixed", seed=1)
+    x, (perm, bits, clip, unit) = problem(rows, channels, torch.bfloat16, mix, seed=1)
     common = (perm, bits, clip, True, unit)
     generator = torch.Generator().manual_seed(2)
     weight = (1 + 0.1 * torch.randn(channels, generator=generator)).bfloat16()
     residual = torch.randn(rows, channels, generator=generator).bfloat16()
     how = {"fuse": "rms_norm", "residual": residual, "weight": weight, "eps": 1e-6}
-    *got, summed = run(build, x, common, "sm_90", share, 1, **how)
+    *got, summed = run(build, x, common, "sm_90", share, tokens, **how)
     *wanted, wanted_sum = rms_norm_quantize_ref(x, residual, weight, 1e-6, *common[:4], "sm_90", share, unit)
     assert torch.equal(summed, wanted_sum)
     gate_up = torch.randn(rows, 2 * channels, generator=generator).mul(3).bfloat16()
-    silu = run(build, gate_up, common, "sm_90", share, 1, fuse="silu_mul")
+    silu = run(build, gate_up, common, "sm_90", share, tokens, fuse="silu_mul")
     wanted_silu = silu_mul_quantize_ref(gate_up, *common[:4], "sm_90", share, unit)
     for mine, theirs in ((got, wanted), (silu, wanted_silu)):
         codes, scale, total = untile_activations_sm90(*mine, rows, bits, share)

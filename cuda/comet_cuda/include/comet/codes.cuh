@@ -158,6 +158,12 @@ __device__ __forceinline__ uint32_t e4m3_of(uint32_t low, uint32_t high, uint32_
       : "r"(high), "r"(0x78007800u), "r"(0xA300A300u), "r"(factor));
   return uint32_t(a) | (uint32_t(b) << 16);
 }
+// e4m3 bytes of two small integers times powers of two.
+__device__ __forceinline__ uint16_t e4m3_of(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
 #endif
 
 } // namespace comet

@@ -75,6 +75,10 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
   return v;
 }
 
+__device__ __forceinline__ void store_global(char* p, uint32_t data) { // where the compiler has lost the address space
+  asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(data) : "memory");
+}
+
 // ---- programmatic dependent launch (sm_90 and later; nothing before)
 
 __device__ __forceinline__ void wait_for_previous_kernel() {

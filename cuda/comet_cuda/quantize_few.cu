@@ -1,0 +1,267 @@
+// quantize_act for few tokens, and for any number that need no gather: a warp takes a block of one token.
+//
+// quantize_act.cu spends as few instructions a value as it can; this kernel makes the way from its launch to its last
+// store short. A lane holds four consecutive channels, so a block's largest magnitude and sum of codes are one reduction
+// instruction each, its precision is the warp's own, and one piece of code serves both precisions. With GATHER the
+// threads of a cta stage the token's row first. The norm's weights stand beside the channels there and are gathered with
+// them, so that the gather's barrier is the only one: it also serves the sum of squares. gridDim.y ctas share a token.
+//
+// Definitions: as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and a 16-bit ELEMENT; and
+// GATHER (1; 0: channels come in storage order, and FUSE is not 1),
+// BATCH (groups of four channels that a thread loads before it stages the first).
+#include "comet/quantize_scale.cuh"
+
+using namespace comet;
+
+constexpr int kWarps = THREADS / 32;
+static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
+static_assert(E::kBytes == 2 && TOKENS == 1 && VECTOR, "see the definitions");
+static_assert(kWarps % 4 == 0, "the blocks of a quad are neighbours in a cta");
+
+// A staged channel: its bits, and above them those of the norm's weight.
+using Cell = typename WordOf<FUSE == 1 ? 4 : 2>::Type;
+
+// What does not depend on the previous kernel, for one block.
+struct Block {
+  bool is_int4;
+  float clip;
+  int4 index; // of this lane's four channels
+  __device__ __forceinline__ void load(const Params& p, int block, int lane) {
+    block = min(block, p.NB - 1);
+    is_int4 = p.bits[block] == 4;
+    clip = p.clip[block];
+    const int c = block * kBlock + 4 * lane;
+    index = {c, c + 1, c + 2, c + 3};
+    if (GATHER && c < p.K) index = __ldg(reinterpret_cast<const int4*>(p.perm + c));
+  }
+};
+
+// Where x (and what is added to it or multiplied with it) of a token begins.
+struct Source {
+  const char *x, *other;
+  bool has_x, has_other;
+  __device__ __forceinline__ Source(const Params& p, int token) {
+    const size_t row = size_t(token) * (FUSE == 2 ? 2 * p.K : p.K) * E::kBytes;
+    x = static_cast<const char*>(p.x) + row;
+    other = FUSE == 2 ? x + size_t(p.K) * E::kBytes : static_cast<const char*>(p.residual) + row;
+    has_x = token < p.M;
+    has_other = has_x && (FUSE == 2 || (FUSE == 1 && p.residual != nullptr));
+  }
+  __device__ __forceinline__ void load(const Params& p, int c, Four& a, Four& b) const {
+    a = b = Four{};
+    if (c >= p.K) return;
+    if (has_x) a = load_four(x, size_t(c) * E::kBytes, 4);
+    if (has_other) b = load_four(other, size_t(c) * E::kBytes, 4);
+  }
+  // The producer's part: the sum, or SiLU times the other; in the 16-bit type.
+  __device__ __forceinline__ void combine(Four& a, const Four& b) const {
+    if (FUSE == 0 || (FUSE == 1 && !has_other)) return;
+    float h[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      h[i] = FUSE == 2 ? __fmul_rn(rounded(sigmoid_times(channel_of(a, i))), channel_of(b, i))
+                       : __fadd_rn(channel_of(a, i), channel_of(b, i));
+    make_four(h, a);
+  }
+};
+
+__device__ __forceinline__ void load_weights(const Params& p, int c0, Four (&w)[BATCH]) {
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i) {
+    const int c = c0 + 4 * THREADS * i;
+    w[i] = Four{};
+    if (FUSE == 1 && c < p.K) w[i] = load_four(static_cast<const char*>(p.norm_weight), size_t(c) * E::kBytes, 4);
+  }
+}
+
+// The token's row -> shared memory. Returns this thread's sum of squares.
+__device__ __forceinline__ float stage_row(const Params& p, const Source& source, int token, Cell* row, Four (&w)[BATCH]) {
+  constexpr int kStep = 4 * THREADS * BATCH;
+  const int padded = p.NB * kBlock;
+  float squares = 0.f;
+  for (int c0 = 4 * threadIdx.x; c0 < padded; c0 += kStep) {
+    Four x[BATCH], other[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) source.load(p, c0 + 4 * THREADS * i, x[i], other[i]);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int c = c0 + 4 * THREADS * i;
+      if (c >= padded) break;
+      source.combine(x[i], other[i]);
+      if constexpr (FUSE == 1) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) squares = fmaf(channel_of(x[i], j), channel_of(x[i], j), squares);
+        if (source.has_other && blockIdx.y == 0 && c < p.K)
+          store_four(static_cast<char*>(p.residual_out) + size_t(token) * p.K * E::kBytes, c, p.K, x[i]);
+        *reinterpret_cast<uint4*>(row + c) =
+            make_uint4(__byte_perm(x[i].x, w[i].x, 0x5410), __byte_perm(x[i].x, w[i].x, 0x7632),
+                       __byte_perm(x[i].y, w[i].y, 0x5410), __byte_perm(x[i].y, w[i].y, 0x7632));
+      } else {
+        *reinterpret_cast<Four*>(row + c) = x[i];
+      }
+    }
+    if (FUSE == 1 && c0 + kStep < padded) load_weights(p, c0 + kStep, w);
+  }
+  return squares;
+}
+
+// The seven stages of `hadamard_blocks` on channels 4 * lane + i, but for the norm.
+__device__ __forceinline__ void hadamard_in_warp(float (&v)[4], int lane) {
+#pragma unroll
+  for (int stride = 1; stride <= 2; stride *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & stride) continue;
+      const float low = v[i], high = v[i + stride];
+      v[i] = __fadd_rn(low, high);
+      v[i + stride] = __fsub_rn(low, high);
+    }
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float sign = lane & d ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(kWarp, v[i], d));
+  }
+}
+
+// The scale of the warp's block. With SHARE == 4 all warps of the cta come here together.
+__device__ __forceinline__ Scale scale_of(const Params& p, int block, const Block& info, float largest) {
+  Scale scale;
+  scale.e = 4;
+  float ratio = __fmul_rn(largest, info.is_int4 ? divide(info.clip, 7.f, 1.f / 7.f) : divide(info.clip, 127.f, 1.f / 127.f));
+  scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
+  if constexpr (SHARE == 4) {
+    __shared__ float ratios[kWarps];
+    const int warp = threadIdx.x / 32;
+    const bool mine = info.is_int4 && block < p.NB;
+    const float unit = unit_of(p, block);
+    ratio = mine ? __fmul_rn(largest, __fdiv_rn(info.clip, __fmul_rn(7.f, unit))) : 0.f;
+    __syncthreads(); // the last round's ratios have been read
+    ratios[warp] = mine ? ratio : -1.f;
+    __syncthreads();
+    float quad[4];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      quad[i] = ratios[warp / 4 * 4 + i];
+      count += quad[i] >= 0.f;
+      quad[i] = fmaxf(quad[i], 0.f);
+    }
+    const float sum = __fadd_rn(__fadd_rn(quad[0], quad[1]), __fadd_rn(quad[2], quad[3]));
+    if (mine) scale = shared_scale(sum, ratio, unit, inverse_of(count));
+  }
+  return scale;
+}
+
+// Codes of four values times `factor`, as the low bits of 1.5 * 2^23 + code.
+__device__ __forceinline__ void codes_of(const float (&v)[4], float factor, float divisor, float bound, uint32_t (&codes)[4]) {
+  float power = 1.f; // both sides times a power of two: the quotient stays
+  if (!(divisor >= kTiny && divisor <= kHuge)) power = divisor < kTiny ? kHuge : kTiny;
+  divisor *= power;
+  const float reciprocal = reciprocal_of(divisor);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float q = divide(__fmul_rn(__fmul_rn(v[i], factor), power), divisor, reciprocal);
+    codes[i] = __float_as_uint(__fadd_rn(fminf(fmaxf(q, -bound), bound), kRound));
+  }
+}
+
+// Codes, scale and sum of the warp's block -> memory.
+__device__ __forceinline__ void store_block(const Params& p, int token, int block, int lane, bool is_int4, const uint32_t (&codes)[4],
+                                            const Scale& scale, float sum) {
+  char* const all = static_cast<char*>(p.codes);
+  uint32_t bytes = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+  const float meta = lane == 0 ? scale.stored : sum;
+#if OUT == 0
+  reinterpret_cast<uint32_t*>(all + (size_t(token) * p.NB + block) * kBlock)[lane] = bytes;
+  if (lane == 0) p.scale[size_t(token) * p.NB + block] = meta;
+#elif OUT == 1
+  const int atoms = (p.M + 7) / 8, row = token % 8;
+  const size_t atom = size_t(block) * atoms + token / 8;
+  if (is_int4) {
+    const float power = __int_as_float((131 - scale.e) << 23); // 2^(4 - e)
+    float q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[i] = __fmul_rn(__fsub_rn(__uint_as_float(codes[i]), kRound), power);
+    bytes = e4m3_of(q[0], q[1]) | uint32_t(e4m3_of(q[2], q[3])) << 16;
+  }
+  *reinterpret_cast<uint32_t*>(all + atom * 1024 + row * 128 + ((4 * lane) ^ (16 * row))) = bytes;
+  if (lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * lane] = meta;
+#else
+  char* const at = all + size_t(block) * p.M * kBlock;
+  if (OUT == 2 && is_int4)
+    reinterpret_cast<uint16_t*>(at)[token * 32 + lane] = pack_nibbles(bytes);
+  else
+    reinterpret_cast<uint32_t*>(at)[token * 32 + lane] = bytes;
+  if (lane < 2) p.scale[(size_t(block) * p.M + token) * 2 + lane] = meta;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(const Params p) {
+  extern __shared__ __align__(16) char shared[];
+  let_next_kernel_start(); // it waits for this one's end before it reads or writes
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(kWarp, threadIdx.x / 32, 0), token = blockIdx.x;
+  int block = blockIdx.y * kWarps + warp;
+  Block info;
+  info.load(p, block, lane);
+  const Source source(p, token);
+  float inverse = 1.f;
+  const Cell* const row = reinterpret_cast<const Cell*>(shared);
+#if GATHER
+  Four w[BATCH];
+  load_weights(p, 4 * threadIdx.x, w);
+  wait_for_previous_kernel();
+  float squares = stage_row(p, source, token, reinterpret_cast<Cell*>(shared), w);
+  if constexpr (FUSE == 1) {
+    __shared__ __align__(16) float partial[kWarps];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(kWarp, squares, d);
+    if (lane == 0) partial[warp] = squares;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += partial[i];
+    inverse = rsqrtf(__fdividef(sum, float(p.K)) + p.eps);
+  } else {
+    __syncthreads();
+  }
+#else
+  wait_for_previous_kernel();
+#endif
+  for (int first = blockIdx.y * kWarps; first < p.NB; first += gridDim.y * kWarps) { // the same for all warps
+    float v[4];
+    if constexpr (GATHER) {
+      const int index[4] = {info.index.x, info.index.y, info.index.z, info.index.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t cell = row[index[i]];
+        v[i] = E::half_to_float(cell, 0);
+        if (FUSE == 1) v[i] = rounded(__fmul_rn(E::half_to_float(cell, 1), rounded(__fmul_rn(v[i], inverse))));
+      }
+    } else {
+      Four a, b;
+      source.load(p, min(block, p.NB - 1) * kBlock + 4 * lane, a, b);
+      source.combine(a, b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = channel_of(a, i);
+    }
+    const bool rotated = HADAMARD && info.is_int4;
+    const float factor = rotated ? kHadamardNorm : 1.f;
+    if (rotated) hadamard_in_warp(v, lane);
+    const float own = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+    const float largest = __uint_as_float(__reduce_max_sync(kWarp, __float_as_uint(own))); // ordered as integers
+    const Scale scale = scale_of(p, block, info, __fmul_rn(largest, factor));
+    uint32_t codes[4];
+    codes_of(v, factor, scale.divisor, info.is_int4 ? 7.f : 127.f, codes);
+    float sum = 0.f;
+    if constexpr (OUT != 0) {
+      const uint32_t own_sum = codes[0] + codes[1] + codes[2] + codes[3] - 4 * __float_as_uint(kRound);
+      sum = float(int(__reduce_add_sync(kWarp, own_sum)));
+      if (OUT == 1 && SHARE == 4 && info.is_int4) sum *= __int_as_float((131 - scale.e) << 23);
+    }
+    if (block < p.NB && (OUT == 1 || token < p.M)) store_block(p, token, block, lane, info.is_int4, codes, scale, sum);
+    block += gridDim.y * kWarps;
+    if (block < p.NB) info.load(p, block, lane);
+  }
+}
