@@ -1,4 +1,4 @@
-// quantize_act for few tokens, and for any number that need no gather: a warp takes a block of one token.
+// quantize_act for few tokens: a warp takes a block of one token.
 //
 // quantize_act.cu spends as few instructions a value as it can; this kernel makes the way from its launch to its last
 // store short. A lane holds four consecutive channels, so a block's largest magnitude and sum of codes are one reduction

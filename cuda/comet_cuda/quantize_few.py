@@ -1,7 +1,7 @@
-"""Which launches of quantize_act go to quantize_few.cu, and how: few tokens, or channels that need no gather.
+"""Which launches of quantize_act go to quantize_few.cu, and how: those of few tokens.
 
-The decision made here: from how many tokens on the time of one launch is its instructions (quantize_act.cu) and not its
-latency. Without a gather nothing is staged and a warp needs its own block alone, so any number of tokens goes there.
+The decision made here: up to how many tokens a launch's time is its latency, which quantize_few.cu keeps short, and not
+its instructions, of which quantize_act.cu needs fewer. Measured on an H200 (results/LOG.md).
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ from comet_cuda.jit import Configuration
 SOURCE = "quantize_few.cu"
 OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
-MOST_TOKENS = 0  # of inputs that are gathered; 0: to be measured (256 in the tests)
-MOST_DIRECT = 0  # of inputs that are not
+MOST_TOKENS = 256
 GATHER_THREADS, DIRECT_THREADS = 512, 256  # a cta
 WARP = 32
 BATCHES = (2, 4)  # groups of four channels that a thread loads at once
@@ -50,12 +49,10 @@ def plan_few(
     Args:
         fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
     """
-    if dtype not in ELEMENTS:
+    if dtype not in ELEMENTS or rows > MOST_TOKENS:
         return None
     blocks = num_blocks(channels)
     gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
-    if rows > (MOST_TOKENS if gather else MOST_DIRECT):
-        return None
     if not gather:
         warps = DIRECT_THREADS // WARP
         return FewPlan(False, DIRECT_THREADS, -(-blocks // warps), BATCHES[0], 0)

@@ -71,12 +71,6 @@ def plain_source(entry: str) -> str:
     return f"{header}{text}\n#define AFTER_THE_KERNEL\n{header}"
 
 
-@pytest.fixture(autouse=True)
-def few_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_few, "MOST_TOKENS", 256)
-    monkeypatch.setattr(quantize_few, "MOST_DIRECT", 1 << 30)
-
-
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     """definitions -> the compiled kernel."""
