@@ -35,6 +35,16 @@ STARTED: list[Any] = []  # engines of this fork: their orderly end takes seconds
 CACHES = {"": "auto", "kv4": "int4_per_token_head", "kv8": "fp8"}
 
 
+def on_cpu() -> bool:
+    """Whether vLLM runs on a CPU here."""
+    return bool(sys.modules["vllm.platforms"].current_platform.is_cpu())
+
+
+def dtype_name() -> str:
+    """What models compute in."""
+    return "float32" if on_cpu() else "bfloat16"
+
+
 def engine(model: Path, args: argparse.Namespace, **options: Any) -> Any:
     """A vLLM engine."""
     import torch
@@ -42,7 +52,7 @@ def engine(model: Path, args: argparse.Namespace, **options: Any) -> Any:
 
     shared: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     shared |= {"tensor_parallel_size": args.tensor_parallel, "disable_log_stats": False}
-    if sys.modules["vllm.platforms"].current_platform.is_cpu():
+    if on_cpu():
         shared |= {"enforce_eager": not args.compile}
     else:
         graphs: dict[str, Any] = {"cudagraph_capture_sizes": GRAPH_SIZES}
@@ -75,12 +85,24 @@ def random_integers() -> None:
 
 def perplexity(args: argparse.Namespace) -> None:
     """Windows scored by comet's own evaluation and by vLLM's prompt_logprobs, both with a 16-bit KV cache."""
-    values = {}
+    found = {}
     for name, measure in (("comet", by_comet), ("vllm", by_vllm)):
-        values[name] = in_a_fork(f"perplexity by {name}", args.limit, lambda measure=measure: measure(args))  # type: ignore[misc]
-    if None in values.values():
-        raise SystemExit(f"no comparison: {values}")
-    say(f"comet {values['comet']:.4f}, vLLM {values['vllm']:.4f}: {values['vllm'] / values['comet'] - 1:+.3%}")
+        found[name] = in_a_fork(f"perplexity by {name}", args.limit, lambda measure=measure: measure(args))  # type: ignore[misc]
+    if None in found.values():
+        raise SystemExit(f"no comparison: {[name for name, scores in found.items() if scores is None]} gave nothing")
+    apart = [abs(ours - theirs) for ours, theirs in zip(found["comet"], found["vllm"], strict=True)]
+    mean_apart = sum(apart) / len(apart)
+    values = {name: math.exp(sum(scores) / len(scores)) for name, scores in found.items()}
+    say(
+        f"comet {values['comet']:.4f}, vLLM {values['vllm']:.4f}: {values['vllm'] / values['comet'] - 1:+.3%}; "
+        f"log-probabilities {mean_apart:.4f} apart in the mean"
+    )
+
+    def record() -> None:
+        for name, value in values.items():
+            record_perplexity(args, name, value, mean_apart)
+
+    in_a_fork("records", 60, record)  # naming the GPU touches it, which this process must not
 
 
 def read_tokens(file: str) -> tuple[Any, dict[str, str]]:
@@ -91,69 +113,64 @@ def read_tokens(file: str) -> tuple[Any, dict[str, str]]:
         return opened.get_tensor("tokens"), opened.metadata() or {}
 
 
-def by_comet(args: argparse.Namespace) -> float:
-    """Perplexity by load_packed and score_windows."""
+def by_comet(args: argparse.Namespace) -> list[float]:
+    """Negative log-likelihood of each token but a window's first, by load_packed."""
     import torch
 
-    from comet_core.evaluate import Scores, score_windows
     from comet_core.packed import load_packed
+    from comet_core.scores import final_hidden, log_probabilities
 
     tokens, _ = read_tokens(args.tokens)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_packed(Path(args.packed), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    device = "cpu" if on_cpu() else "cuda"
+    loaded = load_packed(Path(args.packed), device=device, dtype=getattr(torch, dtype_name()))
     loaded.model.set_attn_implementation("sdpa")  # type: ignore[operator]  # no 4-bit KV cache
-    scores = Scores()
-    for batch in tokens.split(8 if device == "cuda" else 1):
-        score_windows(loaded.model, None, batch.to(device), scores)
-    value = math.exp(scores.nll / scores.tokens)
-    record_perplexity(args, "comet", value, device)
-    return value
+    nll: list[float] = []
+    with torch.no_grad():
+        for window in tokens.to(device):
+            log_p = log_probabilities(loaded.model, final_hidden(loaded.model, window[None]))
+            nll += (-log_p.gather(1, window[1:, None])[:, 0]).tolist()
+    return nll
 
 
-def by_vllm(args: argparse.Namespace) -> float:
-    """Perplexity by vLLM."""
+def by_vllm(args: argparse.Namespace) -> list[float]:
+    """The same by vLLM."""
     from vllm import SamplingParams
 
     tokens, _ = read_tokens(args.tokens)
-    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
-    options: dict[str, Any] = {"dtype": "float32" if on_cpu else "bfloat16"}
-    options |= {} if on_cpu else {"gpu_memory_utilization": 0.3}
-    llm = engine(Path(args.packed), args, max_model_len=tokens.shape[1] + 8, **options)
+    options = {} if on_cpu() else {"gpu_memory_utilization": 0.3}
+    llm = engine(Path(args.packed), args, max_model_len=tokens.shape[1] + 8, dtype=dtype_name(), **options)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": row.tolist()} for row in tokens], sampling, use_tqdm=False)
     say("kernels:", llm.apply_model(kernels_of))
-    nll = [
+    return [
         -place[int(token)].logprob
         for row, output in zip(tokens, outputs, strict=True)
         for token, place in zip(row[1:], output.prompt_logprobs[1:], strict=True)
     ]
-    value = math.exp(sum(nll) / len(nll))
-    record_perplexity(args, "vllm", value, "cpu" if on_cpu else "cuda")
-    return value
 
 
-def record_perplexity(args: argparse.Namespace, name: str, value: float, device: str) -> None:
+def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_apart: float) -> None:
     """Append an eval record."""
     from comet_core.packed import read_manifest
     from comet_core.provenance import provenance
     from comet_core.results import append
 
     (tokens, about), manifest = read_tokens(args.tokens), read_manifest(Path(args.packed))
-    say(name, f"perplexity {value:.4f}")
     protocol = {
         **about,
         "windows": f"first {len(tokens)} of {tokens.shape[1]} tokens, not overlapping",
         "kv": "16-bit",
-        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "dtype": dtype_name(),
         "engine": f"vLLM {sys.modules['vllm'].__version__}" if name == "vllm" else "comet",
-        "gpus": args.tensor_parallel if name == "vllm" and device == "cuda" else None,
+        "gpus": args.tensor_parallel if name == "vllm" else 1,
         "tokens_scored": tokens[:, 1:].numel(),
+        "mean_log_probability_difference": mean_apart,
     }
     record = {
         "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",
         "metric": "perplexity", "value": value, "windows": len(tokens), "seq_len": tokens.shape[1],
         "kv_quantized": False, "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
-        "provenance": provenance(recipe_digest=manifest.recipe_digest, device=device),
+        "provenance": provenance(recipe_digest=manifest.recipe_digest, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
     append(Path(args.record), record)
 
@@ -186,9 +203,8 @@ def measure(args: argparse.Namespace, scheme: str) -> list[str]:
     folder = shape_only(
         args.alias, weights, Path(tempfile.mkdtemp()) / weights, layers=args.layers, ranks=args.tensor_parallel
     )
-    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
     options: dict[str, Any] = {"quantization": "fp8"} if weights == "fp8" else {}
-    options |= {} if on_cpu else {"gpu_memory_utilization": args.memory}
+    options |= {} if on_cpu() else {"gpu_memory_utilization": args.memory}
     options |= {"kv_cache_dtype": CACHES[cache]} if cache else {}
     llm = engine(
         folder, args, load_format="dummy", dtype="bfloat16", max_model_len=longest, max_num_seqs=args.requests,
@@ -224,8 +240,6 @@ def record_throughput(
     outputs: Any,
 ) -> None:
     """Append an e2e record."""
-    import torch
-
     from comet_core.provenance import provenance
     from comet_core.results import append
 
@@ -233,7 +247,6 @@ def record_throughput(
     first = [1e3 * t.first_token_latency for t in times]
     after = [1e3 * (t.last_token_ts - t.first_token_ts) / (load[1] - 1) for t in times if load[1] > 1]
     mode = "torch.compile and CUDA graphs as vLLM sets them" if args.compile else "no torch.compile, full decode graphs"
-    on_cpu = sys.modules["vllm.platforms"].current_platform.is_cpu()
     record = {
         "kind": "e2e", "model": args.alias, "scheme": scheme, "engine": f"vLLM {sys.modules['vllm'].__version__}",
         "batch": args.requests, "prompt_tokens": load[0], "output_tokens": load[1], "tokens_per_s": tokens_per_s,
@@ -242,7 +255,7 @@ def record_throughput(
         "gpus": args.tensor_parallel, **about,  # kernels, and memory_gib: of the weights
         "kv_cache": CACHES[scheme.partition("+")[2]],
         "flags": f"{mode}, {TOKENS_A_STEP} batched tokens, all requests at once, greedy, no stop",
-        "provenance": provenance(seed=0, device="cpu" if on_cpu or not torch.cuda.is_available() else "cuda"),
+        "provenance": provenance(seed=0, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
     append(Path(args.record), record)
 
