@@ -101,6 +101,27 @@ def test_hidden_states_over_the_limit_live_in_a_file_that_nothing_leaves_behind(
     for start, stop in spilled.ranges():
         spilled.write(start, stop, values[start:stop])
     assert torch.equal(spilled.read(0, 5), values)
+    assert torch.equal(spilled.copy(tmp_path).read(1, 4), values[1:4])
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc/self/clear_refs")
+def test_spilled_hidden_states_take_no_memory(tmp_path: Path) -> None:
+    import torch
+
+    from comet_core.hidden import HiddenStates
+    from comet_core.host_memory import forget_peak, peak_memory
+
+    part = torch.ones(8, 64, 2048)  # 4 MiB
+    peaks = []
+    for limit in (1 << 30, 0):
+        held = forget_peak()
+        states = HiddenStates((256, 64, 2048), dtype=part.dtype, device=part.device, limit=limit, spill_folder=tmp_path)
+        for start in range(0, 256, 8):
+            states.write(start, start + 8, part)
+        assert float(states.read(0, 8).sum()) == part.numel()
+        peaks.append(peak_memory() - held)
+        del states
+    assert peaks[0] > 120 * MIB and peaks[1] < 20 * MIB, peaks
 
 
 def test_a_disk_that_is_too_small_is_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
