@@ -35,9 +35,11 @@ class Moments:
         self.gap = torch.zeros_like(self.hessian) if with_gap else None
         self._weighting = TOKEN_WEIGHTS[token_weighting]
 
-    def add(self, seen: Tensor, wanted: Tensor | None = None) -> None:
-        """Rows f32 [T, NB * 128]."""
+    def add(self, seen: Tensor, wanted: Tensor | None = None, times: Tensor | None = None) -> None:
+        """Rows f32 [T, NB * 128], of which each counts `times` [T] its weight."""
         root = self._weighting(seen)[:, None]
+        if times is not None:
+            root = root * times.sqrt()[:, None]
         scaled = seen * root
         with tensor_float():
             self.hessian.addmm_(scaled.T, scaled)

@@ -19,7 +19,7 @@ from comet_core.model_source import ModelSource
 from comet_core.pack_job import PackJob
 from comet_core.packed import load_packed
 from comet_core.progress import Progress
-from comet_core.recipe import Recipe, digest
+from comet_core.recipe import Recipe, TuningSpec, digest
 from comet_core.shards import read_shard, write_shard
 from comet_core.transform import transformed
 from comet_core.tune import tune
@@ -111,6 +111,11 @@ def _check_embedding_bits(source: ModelSource, recipe: Recipe) -> None:
         )
 
 
+def draft_folder(out: Path) -> Path:
+    """Where a model that is packed into `out` stands before it is tuned."""
+    return out.parent / f".{out.name}.untuned"
+
+
 def _pack_tuned(
     source: ModelSource,
     found: Calibration,
@@ -122,7 +127,7 @@ def _pack_tuned(
 ) -> PackedInfo:
     """Pack into a draft, distill the 16-bit model into it (tune.py), write the outcome to `out`."""
     job = PackJob(source, found, recipe, out, device, dtype, progress)
-    draft = PackJob(source, found, recipe, out.parent / f".{out.name}.untuned", device, dtype, progress)
+    draft = PackJob(source, found, replace(recipe, tuning=TuningSpec()), draft_folder(out), device, dtype, progress)
     if not draft.is_done():
         draft.run()
     tuned = tune(

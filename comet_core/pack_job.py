@@ -129,11 +129,12 @@ class PackJob:
         return self.ledger.finish(self.source, self.calibration, self.recipe, self.out)
 
     def is_done(self) -> bool:
-        """Whether the folder holds the finished outcome of this very job."""
+        """Whether the folder holds the finished outcome of this very job, whatever its recipe is called."""
         if not is_packed(self.out):
             return False
         manifest = read_manifest(self.out)
-        same = manifest.recipe_digest == digest(self.recipe) and manifest.model["digest"] == self.source.digest()
+        recipe = replace(manifest.recipe, name=self.recipe.name, description=self.recipe.description)
+        same = recipe == self.recipe and manifest.model["digest"] == self.source.digest()
         return same and manifest.data == self.calibration.data
 
     def _check_groups(self) -> None:

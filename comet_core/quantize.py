@@ -169,7 +169,7 @@ def quantize_gptq(
         return None
     upper, damping = factored
     rest = w.flatten(1) if overwrite else w.flatten(1).clone()
-    importance = hessian.diagonal()
+    importance = upper.diagonal().square().reciprocal()  # what an error costs once later columns have made up for it
     row_grid = choose_grid(rest, importance, spec) if spec.group == "row" else None
     codes: list[Tensor] = []
     grids: list[Grid] = []

@@ -205,7 +205,9 @@ def _moments(
             for part in chosen.nonzero().flatten().split(WINDOWS_A_SUM.get(own.device.type, 1)):
                 if moments is not None:
                     x, goal = own[part].flatten(0, -2), other[part].flatten(0, -2)
-                    moments.add(seen_rows(x, plan), wanted_rows(goal, plan) if with_gap else None)
+                    times = torch.ones(own[part].shape[:2], device=own.device)
+                    times[:, 0] = spec.first_token
+                    moments.add(seen_rows(x, plan), wanted_rows(goal, plan) if with_gap else None, times.flatten())
     for moments in (train, held_out):
         if moments is not None and not coded:
             moments.rotate(plan)

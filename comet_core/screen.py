@@ -1,9 +1,10 @@
 """Many variants of a recipe, one after the other or a few at once -> eval records: how a lever earns its place.
 
-A file names a base recipe and, per variant, the keys that differ. Each variant is calibrated, packed and evaluated like
-any other recipe, under the name `base+variant`, in a process of its own, so that one that fails costs the others
-nothing. Variants whose record is in the file already (same recipe digest, model, text and windows) are left out, so a
-run that was cut off goes on.
+A file names a base recipe and, per variant, the keys that differ (and `recipe: NAME`, if its base is another one). Each
+variant is calibrated, packed and evaluated like any other recipe, under the name `base+variant`, in a process of its
+own, so that one that fails costs the others nothing. What several variants begin with, a calibration or the packing
+before tuning, is done once. Variants whose record is in the file already (same recipe digest, model, text and windows)
+are left out, so a run that was cut off goes on.
 
     python -m comet_core.screen results/ablations.yaml --model smollm2-135m --windows 40 --jobs 3 --record FILE
 
@@ -12,17 +13,28 @@ On a GPU, processes share its time: three or four keep it busy, more only wait.
 
 import argparse
 import multiprocessing
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from comet_core.model_source import resolve_model
 from comet_core.progress import SilentProgress
-from comet_core.recipe import Recipe, digest, load_recipe, recipe_from_dict, recipe_to_dict
+from comet_core.recipe import (
+    KVCacheSpec,
+    Recipe,
+    TuningSpec,
+    WeightSpec,
+    digest,
+    load_recipe,
+    recipe_from_dict,
+    recipe_to_dict,
+)
 from comet_core.results import append, read
 from comet_cuda.errors import CometError
 
@@ -32,6 +44,7 @@ class Setting:
     """What all variants of one run share."""
 
     model: str
+    layers: int | None  # only the first so many
     data: str
     windows: int | None
     seq_len: int
@@ -40,6 +53,8 @@ class Setting:
     pack_dtype: str
     compare: bool
     record: Path
+    shared: Path  # folder of calibrations and packed models that several variants use
+    recipes: tuple[Recipe, ...]  # all variants
 
 
 def variants(file: Path) -> list[Recipe]:
@@ -57,11 +72,13 @@ def variants(file: Path) -> list[Recipe]:
         raise CometError(
             f"{file}: is no ablation file ({' '.join(str(error).split())})", "it holds `base` and `variants`"
         ) from None
-    plain = recipe_to_dict(load_recipe(base))
     found = []
     for name, change in changes.items():
         try:
-            found.append(recipe_from_dict(_changed(plain, change or {}) | {"name": f"{base}+{name}"}))
+            own = {"recipe": base} | (change or {})
+            plain = recipe_to_dict(load_recipe(own.pop("recipe")))
+            label = f"{plain['name']}+{name}" if own or plain["name"] == base else plain["name"]
+            found.append(recipe_from_dict(_changed(plain, own) | {"name": label}))
         except CometError as error:
             raise CometError(f"{file}: {name}: {error.message}", error.hint) from None
     return found
@@ -95,33 +112,65 @@ def _is_called(name: str, given: str) -> bool:
 
 def measure(recipe: Recipe, setting: Setting) -> None:
     """Calibrate, pack and evaluate one variant; append its records."""
-    from comet_core.calibrate import calibrate
     from comet_core.evaluate import evaluate_perplexity
-    from comet_core.pack import pack
 
-    source, silent = resolve_model(setting.model), SilentProgress()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="comet-screen-") as home:
-        calibration, packed = Path(home) / "calibration", Path(home) / "packed"
-        how: Any = {"device": setting.device, "dtype": setting.pack_dtype}
-        calibrate(source, recipe, calibration, **how, progress=silent)
-        pack(source, calibration, None, packed, **how, progress=silent)
-        packed_after = time.monotonic() - began
-        records = evaluate_perplexity(
-            packed,
-            data=setting.data,
-            windows=setting.windows,
-            seq_len=setting.seq_len,
-            device=setting.device,
-            dtype=setting.dtype,
-            compare=setting.compare,
-            progress=silent,
-        )
+    packed = _packed(recipe, setting)
+    packed_after = time.monotonic() - began
+    records = evaluate_perplexity(
+        packed,
+        data=setting.data,
+        windows=setting.windows,
+        seq_len=setting.seq_len,
+        device=setting.device,
+        dtype=setting.dtype,
+        compare=setting.compare,
+        progress=SilentProgress(),
+    )
     for record in records:
         append(setting.record, record)
     value = next(r["value"] for r in records if r["metric"] == "perplexity" and r["recipe"] == recipe.name)
     seconds = f"{packed_after:.0f} s to pack, {time.monotonic() - began - packed_after:.0f} s to evaluate"
     print(f"{setting.model}  {recipe.name}  perplexity {value:.3f}  ({seconds})", flush=True)
+
+
+def _packed(recipe: Recipe, setting: Setting) -> Path:
+    """The packed folder of a variant: found, or made from what others made before."""
+    from comet_core.calibrate import calibrate
+    from comet_core.pack import draft_folder, pack
+    from comet_core.packed import is_packed
+
+    weights = WeightSpec(bits=recipe.weights.bits)  # all of the weights' section that a calibration asks for
+    measured = replace(recipe, weights=weights, kv_cache=KVCacheSpec(), tuning=TuningSpec())
+    source, silent = resolve_model(setting.model, layers=setting.layers), SilentProgress()
+    how: Any = {"device": setting.device, "dtype": setting.pack_dtype}
+    calibration, packed = (setting.shared / kind / _content(r) for kind, r in (("c", measured), ("p", recipe)))
+    with _alone(calibration):
+        if not calibration.exists():
+            calibrate(source, measured, calibration, **how, progress=silent)
+    untuned = replace(recipe, tuning=TuningSpec())
+    if untuned != recipe:
+        same = [other for other in setting.recipes if _content(other) == _content(untuned)]
+        draft = _packed((same or [untuned])[0], setting)
+    with _alone(packed):
+        if not is_packed(packed):
+            if untuned != recipe:
+                shutil.copytree(draft, draft_folder(packed))
+            pack(source, calibration, recipe, packed, **how, progress=silent)
+    return packed
+
+
+def _content(recipe: Recipe) -> str:
+    """Digest of all that a recipe does, whatever it is called."""
+    return digest(replace(recipe, name="-", description="-"))
+
+
+def _alone(folder: Path) -> AbstractContextManager[Any]:
+    """One process at a time makes a folder."""
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(f"{folder}.making")
 
 
 def _try(recipe: Recipe, setting: Setting) -> None:
@@ -166,6 +215,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--only", help="variants by name, separated by commas")
+    parser.add_argument("--layers", type=int, help="of the model, to try a file out")
     parser.add_argument("--data", default="wikitext2")
     parser.add_argument("--windows", type=int)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -175,26 +225,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--pack-dtype", default="auto")
     parser.add_argument("--compare", action="store_true", help="run the 16-bit model too: KL and top-1")
+    parser.add_argument("--keep", type=Path, help="folder for calibrations and packed models; else they are removed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant after this time")
     given = parser.parse_args(arguments)
     from comet_core.recipe import with_calibration
 
-    setting = Setting(
-        given.model, given.data, given.windows, given.seq_len, given.device, given.dtype, given.pack_dtype,
-        given.compare, given.record,
-    )  # fmt: skip
     try:
         recipes = [
             with_calibration(recipe, samples=given.samples, seq_len=given.sample_len)
             for recipe in _chosen(variants(given.file), given.only)
         ]
-        todo = [recipe for recipe in recipes if not measured_already(recipe, setting)]
+        with tempfile.TemporaryDirectory(prefix="comet-screen-") as home:
+            setting = Setting(
+                given.model, given.layers, given.data, given.windows, given.seq_len, given.device, given.dtype,
+                given.pack_dtype, given.compare, given.record, given.keep or Path(home), tuple(recipes),
+            )  # fmt: skip
+            todo = [recipe for recipe in recipes if not measured_already(recipe, setting)]
+            print(f"{len(recipes)} variants, {len(todo)} to measure", flush=True)
+            return 1 if run(todo, setting, given.jobs, given.seconds) else 0
     except CometError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
-    print(f"{len(recipes)} variants, {len(todo)} to measure", flush=True)
-    return 1 if run(todo, setting, given.jobs, given.seconds) else 0
 
 
 if __name__ == "__main__":

@@ -96,3 +96,14 @@ def test_one_grid_a_row() -> None:
     for found in (rounded, fitted[0], better):
         assert bool((found.scale == found.scale[:, :1]).all())
     assert moments.error(w, better) < moments.error(w, fitted[0]) < moments.error(w, rounded)
+
+
+def test_rows_count_as_often_as_they_are_told() -> None:
+    x, plan = inputs(), plan_of(300)
+    rows = exact_rows(x, plan)
+    once, thrice = Moments(plan, "inverse_norm", with_gap=False), Moments(plan, "inverse_norm", with_gap=False)
+    once.add(rows)
+    once.add(rows[:1])
+    once.add(rows[:1])
+    thrice.add(rows, times=torch.where(torch.arange(len(rows)) == 0, 3.0, 1.0))
+    assert torch.allclose(thrice.hessian, once.hessian, rtol=1e-4, atol=1e-5)
