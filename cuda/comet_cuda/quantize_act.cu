@@ -11,8 +11,7 @@
 // STAGE (1; 0: rows do not fit in shared memory, gather from global memory),
 // SHARE (1: every block has its own scale; 4: the INT4 blocks of a quad share theirs up to powers of two; the four
 // blocks of a warp are one quad),
-// THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers),
-// JOINT (1: the tokens of one 32-bit word are quantized together; 0: one after the other, in shorter code).
+// THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers).
 #include "comet/codes.cuh"
 #include "comet/quantize_scale.cuh"
 
@@ -111,8 +110,7 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
 }
 
 // Tokens that are quantized together; each of a block's first lanes answers for one of them (Lane::token).
-constexpr int kJoint = JOINT ? kHalves : 1;
-constexpr int kUnroll = JOINT ? TOKENS : 1;
+constexpr int kJoint = kHalves;
 
 // A lane's place: which of the four blocks of its warp, and where among the eight lanes of that block.
 struct Lane {
@@ -283,7 +281,7 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
   float factor[4] = {1.f, 1.f, 1.f, 1.f}; // what the rotation leaves to multiply
   if (kRotated) hadamard_factors(factor, at.lane);
 
-#pragma unroll kUnroll
+#pragma unroll
   for (int t0 = 0; t0 < TOKENS; t0 += kJoint) {
     float v[kJoint][kSlots];
 #pragma unroll

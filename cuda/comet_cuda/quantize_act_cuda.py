@@ -1,8 +1,8 @@
 """quantize_act on the GPU: the canonical op and its tiled form for the GEMM (quantize_fused.py has the fused ones).
 
-One launcher for two kernels: quantize_few.py says when its own is taken, quantize_act.cu takes the rest. The decision
-made here is that one's launch plan: how many tokens share a cta (more tokens, fewer shared-memory reads of the gather;
-fewer tokens, more ctas) and how many ctas share a token.
+One launcher for three kernels: quantize_few.py and quantize_many.py say when theirs are taken, quantize_act.cu takes
+the rest. The decision made here is that one's launch plan: how many tokens share a cta (more tokens, fewer
+shared-memory reads of the gather; fewer tokens, more ctas) and how many ctas share a token.
 
 The tiled op exists on every device; on the CPU it is the reference followed by the tiling of weight_layout.py.
 The host's time counts at small M, so all that a shape decides is looked up, and the rest is one pack and one call.
@@ -15,6 +15,7 @@ import struct
 import torch
 from torch import Tensor
 
+from comet_cuda import quantize_few, quantize_many
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
@@ -22,8 +23,6 @@ from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
 from comet_cuda.quantize_act import QUAD, quantize_quads
-from comet_cuda.quantize_few import SOURCE as FEW_SOURCE
-from comet_cuda.quantize_few import plan_few
 from comet_cuda.weight_layout import ATOM, ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
 from comet_cuda.weight_layout_sm80 import tile_activations_sm80
 
@@ -33,7 +32,6 @@ ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16:
 ELEMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 FUSE = {"none": 0, "rms_norm": 1, "silu_mul": 2}
 LAYOUTS = {"canonical": 0, "sm_90": 1, "sm_80": 2, "portable": 3}
-JOINT = 1  # tokens of a word together; 0: one by one, half the code (to be measured: bench_quantize.py)
 SHARES = (1, QUAD)  # blocks that share a scale up to powers of two
 THREADS = 256  # a cta
 MIN_CTAS = {2: 4, 4: 3, 8: 2}  # bytes of a gathered word -> ctas of 256 threads that registers must allow
@@ -79,7 +77,6 @@ def kernel_defines(
         "VECTOR": int(vector),
         "STAGE": int(stage),
         "SHARE": share,
-        "JOINT": JOINT,
         "THREADS": threads,
         "MIN_CTAS": (MIN_CTAS[tokens * ELEMENT_BYTES[dtype]] - (fuse != "none" or not stage)) * THREADS // threads,
     }
@@ -153,16 +150,25 @@ def _bound(
     vector = channels % 4 == 0 and aligned % (4 * ELEMENT_BYTES[dtype]) == 0
     sms = properties.multi_processor_count
     shared_limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
-    arch, overlap = (
-        device_arch(device),
-        device_capability(device) >= (9, 0),
-    )  # may start before the previous kernel ends
+    overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
     tiles = token_atoms(rows) * ATOM if layout == "sm_90" else rows  # padding tokens of an atom are written as zeros
-    few = plan_few(rows, channels, dtype, fuse, gathered, sms, shared_limit) if vector else None
+
+    def bind(
+        source: str, defines: dict[str, int | str], grid: tuple[int, int], threads: int, shared: int
+    ) -> BoundLaunch:
+        kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
+        return kernel.load(device).bind(grid, threads, _PARAMS, shared, overlap)
+
+    few = quantize_few.plan_few(rows, channels, dtype, fuse, gathered, sms, shared_limit) if vector else None
     if few is not None:
         defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share)
-        kernel = compile_kernel(FEW_SOURCE, "quantize_few", arch, defines, OPTIONS)
-        return kernel.load(device).bind((tiles, few.splits), few.threads, _PARAMS, few.shared_bytes, overlap)
+        return bind(quantize_few.SOURCE, defines, (tiles, few.splits), few.threads, few.shared_bytes)
+    if aligned == 0:
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, gathered, sms, shared_limit)
+        if many is not None:
+            defines = many.defines(dtype, hadamard, FUSE[fuse], share)
+            grid = (many.tokens, many.splits)
+            return bind(quantize_many.SOURCE, defines, grid, 32 * many.warps, many.shared_bytes)
     plan = plan_launch(rows, channels, ELEMENT_BYTES[dtype], sms, shared_limit, vector)
     if fuse != "none" and not plan.stage:
         raise CometError(
@@ -170,9 +176,7 @@ def _bound(
             "call the norm or activation first, then quantize_act",
         )
     defines = kernel_defines(dtype, plan.tokens, hadamard, fuse, layout, vector, plan.stage, plan.threads, share)
-    kernel = compile_kernel(SOURCE, "quantize_act", arch, defines, OPTIONS)
-    grid = (-(-tiles // plan.tokens), plan.splits)
-    return kernel.load(device).bind(grid, plan.threads, _PARAMS, plan.shared_bytes, overlap)
+    return bind(SOURCE, defines, (-(-tiles // plan.tokens), plan.splits), plan.threads, plan.shared_bytes)
 
 
 def _explain(

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda
 from comet_cuda.affine import num_blocks
 from comet_cuda.quantize_act_cuda import quantize_act_tiled, quantize_act_tiled_ref
 from comet_cuda.quantize_fused import (
@@ -38,8 +37,7 @@ SHAPES = [
     (1, 4096), (16, 4096), (64, 4096), (256, 4096), (1024, 4096), (4096, 4096), (2048, 8192), (4096, 8192),
     (8192, 8192), (64, 11008), (4096, 11008), (4096, 14336), (1, 28672), (2048, 28672),
 ]  # fmt: skip
-FUSED_SHAPES = [(1, 4096), (64, 4096), (4096, 4096), (2048, 8192)]
-ONE_BY_ONE = "no joint tokens"  # the kernel with JOINT = 0
+FUSED_SHAPES = [(1, 4096), (64, 4096), (256, 4096), (4096, 4096), (2048, 8192), (1, 14336), (64, 14336), (4096, 14336)]
 INT4_SHARE = 0.84
 SEED = 0
 
@@ -54,7 +52,7 @@ class Case:
         self.bits[: round((1 - INT4_SHARE) * blocks)] = 8
         self.bits = self.bits.cuda()
         self.clip = torch.full((blocks,), 0.9, device="cuda")
-        self.perm = None if variant == "no gather" else torch.randperm(k, device="cuda").to(torch.int32)
+        self.perm = None if variant in ("no gather", "silu_mul") else torch.randperm(k, device="cuda").to(torch.int32)
         self.hadamard = variant != "no hadamard"
         width = 2 * k if variant == "silu_mul" else k
         self.inputs = [torch.randn(m, width, device="cuda").bfloat16() for _ in range(copies)]
@@ -87,8 +85,6 @@ class Case:
 
 
 def time_case(m: int, k: int, variant: str, share: int) -> tuple[Case, float]:
-    quantize_act_cuda.JOINT = int(variant != ONE_BY_ONE)
-    quantize_act_cuda._bound.cache_clear()
     case = Case(m, k, variant, share=share)
     case.check()
     case = Case(m, k, variant, copies_for_cold_l2(case.bytes), share)
@@ -155,7 +151,6 @@ def main() -> None:
     print(f"torch.neg over 1 GB: {rate / 1e6:.2f} TB/s")
     cases = [(m, k, variant, 1) for m, k in SHAPES for variant in ("", "no hadamard", "no gather")]
     cases += [(m, k, "", 4) for m, k in SHAPES]
-    cases += [(m, k, ONE_BY_ONE, share) for m, k in SHAPES for share in (1, 4)]
     cases += [
         (m, k, variant, share) for m, k in FUSED_SHAPES for variant in ("rms_norm", "silu_mul") for share in (1, 4)
     ]
@@ -168,7 +163,7 @@ def main() -> None:
                 "kind": "bench",
                 "op": variant + "_quantize" if variant in ("rms_norm", "silu_mul") else "quantize_act_tiled",
                 "arch": f"sm_{major}{minor}",
-                "path": "quantize_act, sm_90 layout, bf16, gather and Hadamard",
+                "path": "quantize_act, sm_90 layout, bf16, Hadamard" + ("" if case.perm is None else " and gather"),
                 "m": m,
                 "n": None,
                 "k": k,
@@ -188,7 +183,6 @@ def main() -> None:
             out.write(json.dumps(record) + "\n")
             speed = f"{us:8.2f} us {case.bytes / us / 1e6:5.2f} TB/s, torch.neg {copy:8.2f} us"
             print(f"M={m:5} K={k:5} {variant or 'all':15} share {share} {speed}", flush=True)
-    quantize_act_cuda.JOINT = 1
     for name, us in host_microseconds().items():
         print(f"host, one call of {name}: {us:.2f} us")
 

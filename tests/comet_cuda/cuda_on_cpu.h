@@ -1,5 +1,5 @@
 #ifndef AFTER_THE_KERNEL
-// CUDA's language and intrinsics in plain C++, enough to run quantize_act.cu and quantize_few.cu on a CPU:
+// CUDA's language and intrinsics in plain C++, enough to run the quantize_*.cu kernels on a CPU:
 // test_quantize_act_emulated.py puts this file before the kernel (named ENTRY) and calls emulate() after it.
 //
 // A cta's threads are fibers of one thread. A shuffle or vote is a meeting of the 32 lanes of a warp: each leaves its
@@ -9,12 +9,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ucontext.h>
+#include <deque>
+#include <map>
 #include <vector>
 #define __device__
 #define __global__
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ ARCH
 #define uint64_t emu_u64
@@ -131,6 +134,42 @@ inline u32 bf16(float x) { u32 u = bits(x); if (x != x) return 0x7FFF; return (u
 // rcp.approx may be off by a unit in the last place: here it is, two times out of three.
 inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; return value(bits(r) + (n++ % 3 - 1)); }
 }
+// pipeline.cuh. A bulk copy spoils its target at once and arrives when somebody waits, so that too early a read or
+// refill is seen.
+extern char shared[];
+namespace emu {
+struct Barrier { int expected, pending; long bytes; u32 phase; };
+struct Copy { u32 to; const void* from; u32 bytes, barrier; };
+inline std::map<u32, Barrier> barriers;
+inline std::deque<Copy> copies;
+inline void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.expected, b.phase ^= 1; }
+}
+namespace comet {
+inline u32 shared_address(const void* p) { return u32((const char*)p - shared); }
+inline u32 load_shared_2(u32 at) { unsigned short v; memcpy(&v, shared + at, 2); return v; }
+inline uint4 load_shared_16(u32 at) { uint4 v; if (at % 16) abort(); memcpy(&v, shared + at, 16); return v; }
+inline void store_shared_2(u32 at, u32 v) { memcpy(shared + at, &v, 2); }
+inline void mbarrier_init(u32 at, u32 n) { if (at % 8) abort(); emu::barriers[at] = {int(n), int(n), 0, 0}; }
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(u32 at) { emu::Barrier& b = emu::barriers.at(at); --b.pending; emu::settle(b); }
+inline void mbarrier_expect(u32 at, u32 bytes) { emu::barriers.at(at).bytes += bytes; mbarrier_arrive(at); }
+inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, unsigned long long) {
+  if (to % 16 || bytes % 16 || (unsigned long long)from % 16) abort();
+  memset(shared + to, 0xFF, bytes);
+  emu::copies.push_back({to, from, bytes, barrier});
+}
+inline void mbarrier_wait(u32 at, u32 parity) {
+  while (emu::barriers.at(at).phase == parity) {
+    if (!emu::copies.empty()) {
+      const emu::Copy c = emu::copies.front(); emu::copies.pop_front();
+      memcpy(shared + c.to, c.from, c.bytes);
+      emu::Barrier& b = emu::barriers.at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
+    } else emu::yield();
+  }
+}
+inline unsigned long long l2_evict_first() { return 0; }
+}
+inline void __syncwarp() { emu::exchange(0); }
 #endif
 
 // ---- after the kernel
@@ -150,7 +189,7 @@ extern "C" void emulate(const Params* p, int gx, int gy, int n) {
   std::vector<Fiber> fibers(n);
   for (auto& f : fibers) f.stack.resize(1 << 16);
   for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; ++x) {
-    block = {x, y, 0}; cta_arrived = 0;
+    block = {x, y, 0}; cta_arrived = 0; barriers.clear(); copies.clear();
     memset(shared, 0xFF, sizeof shared);
     std::vector<Warp> warps(n / 32);
     for (int i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-"""quantize_act.cu and quantize_few.cu, compiled by g++ and run on the CPU (cuda_on_cpu.h), equal the reference.
+"""The quantize_*.cu kernels, compiled by g++ and run on the CPU (cuda_on_cpu.h), equal the reference.
 
 Slow and without timing, but it runs where there is no GPU, and it makes the hardware's approximate reciprocal as wrong
 as it may be.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_few
+from comet_cuda import quantize_act_cuda, quantize_few, quantize_many
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import read_sources
 from comet_cuda.quantize_act import quantize_act_ref
@@ -37,6 +37,8 @@ PTX = (  # statement of the kernel -> what it means
     (r'asm\("cvt\.f32\.f16.*?bits\)\)\);', "x = float(emu::half(bits));"),
     (r'asm\("cvt\.rn\.f16\.f32.*?\);', "h = emu::hbits(_Float16(x));"),
     (r'asm volatile\("ld\.global\.nc\.L1::no_allocate\.v\d.*?"l"\(p\)\);', "v = *p;"),
+    (r'asm\("dp2a\.lo.*?\);', "x += two & 0xFFFFu;"),
+    (r'asm volatile\("st\.global\.v2.*?\);', "((uint32_t*)p)[0] = low, ((uint32_t*)p)[1] = high;"),
     (r'asm volatile\("st\.global\.u32.*?\);', "*(uint32_t*)p = data;"),
     (r'asm volatile\("griddepcontrol.*?\);', ""),
     (r'asm\("rcp.approx.*?\);', "r = emu::reciprocal(x);"),
@@ -52,7 +54,9 @@ PTX = (  # statement of the kernel -> what it means
     (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32.*?\);', "bytes = emu::e4m3_pair(low, high);"),
     (r"(?<!extern )__shared__", "static"),
 )
-KERNELS = {"quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE}
+KERNELS = {
+    "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE, "quantize_many": quantize_many.SOURCE
+}  # fmt: skip
 
 
 def plain_source(entry: str) -> str:
@@ -60,12 +64,14 @@ def plain_source(entry: str) -> str:
     texts = read_sources(KERNELS[entry])
     order = ["quantize", "codes", "rows", "quantize_scale"]
     order = [f"comet/{name}.cuh" for name in order] + [KERNELS[entry]]
-    assert sorted(order) == sorted(texts)
+    assert sorted(order) == sorted(texts.keys() - {"comet/pipeline.cuh"})  # which the emulation has in its own words
     lines = [line for name in order for line in texts[name].splitlines() if not line.lstrip().startswith("#include")]
     text = "\n".join(line for line in lines if not re.match(r"\s*#\s*pragma", line))
     for pattern, meaning in PTX:
         text, count = re.subn(pattern, meaning, text, flags=re.DOTALL)
-        assert count or "volatile" in pattern or "static" in meaning, f"{pattern} is not in the kernel"
+        assert count or "volatile" in pattern or "static" in meaning or "dp2a" in pattern, (
+            f"{pattern} is not in the kernel"
+        )
     assert "asm" not in re.sub(r"//.*", "", text), "PTX that the emulation does not know"
     header = f'#include "{HERE / "cuda_on_cpu.h"}"\n#define ENTRY {entry}\n'
     return f"{header}{text}\n#define AFTER_THE_KERNEL\n{header}"
@@ -101,19 +107,26 @@ def aligned(tensor: Tensor) -> Tensor:
 def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, **how) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """codes and meta (and the summed residual) as the kernel leaves them; common: perm, bits, clip, hadamard, unit.
 
-    tokens: a cta's of quantize_act.cu; 0 takes quantize_few.cu.
+    tokens: a cta's of quantize_act.cu; 0 takes quantize_few.cu, -1 quantize_many.cu.
     """
     perm, bits, clip, hadamard, unit = common
     fuse, threads, stage = how.get("fuse", "none"), how.get("threads", 256), how.get("stage", True)
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     blocks, vector = num_blocks(channels), channels % 4 == 0
     splits, entry = how.get("splits", 1), "quantize_act"
-    if tokens:
+    covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
+    shape, gathered = (rows, channels, x.dtype), perm is not None
+    if tokens > 0:
         defines = quantize_act_cuda.kernel_defines(
             x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
-        ) | {"JOINT": how.get("joint", 1)}
+        )
+    elif tokens < 0:
+        many = quantize_many.plan_many(*shape, fuse, layout, gathered, how.get("sms", 1), 227 * 1024)
+        assert many is not None
+        defines = many.defines(x.dtype, hadamard, quantize_act_cuda.FUSE[fuse], share)
+        splits, threads, tokens, entry, covered = many.splits, 32 * many.warps, 1, "quantize_many", how.get("ctas", 2)
     else:
-        plan = quantize_few.plan_few(rows, channels, x.dtype, fuse, perm is not None, how.get("sms", 132), 227 * 1024)
+        plan = quantize_few.plan_few(*shape, fuse, gathered, how.get("sms", 132), 227 * 1024)
         assert plan is not None and vector
         numbers = quantize_act_cuda.FUSE[fuse], quantize_act_cuda.LAYOUTS[layout]
         defines = plan.defines(x.dtype, hadamard, *numbers, share)
@@ -131,7 +144,6 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     params = quantize_act_cuda._PARAMS.pack(*addresses, rows, channels, blocks, how.get("eps", 0.0))
-    covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
     library = build(entry, defines)
     library.emulate(ctypes.c_char_p(params), -(-covered // tokens), splits, threads)
     found = [held[8], held[9], held[2]]
@@ -202,6 +214,27 @@ def test_the_form_for_few_tokens_equals_the_reference(build, share: int) -> None
         equal_to_the_reference(build, 9, 2884, torch.bfloat16, mix, "sm_90", **how)
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_the_form_for_many_tokens_equals_the_reference(build, share: int, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
+    for mix in MIXES:
+        how = {"share": share, "hadamard": True, "tokens": -1}
+        equal_to_the_reference(build, 21, 2888, torch.bfloat16, mix, "sm_90", **how)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (7, 1024)), (torch.float16, (30, 9000))])
+def test_every_form_for_many_tokens_equals_the_reference(  # type: ignore[no-untyped-def]
+    build, dtype: torch.dtype, shape: tuple[int, int], share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
+    for hadamard, mix, ctas in itertools.product((True, False), MIXES, (1, 3)):
+        how = {"share": share, "hadamard": hadamard, "tokens": -1, "ctas": ctas}
+        equal_to_the_reference(build, *shape, dtype, mix, "sm_90", **how)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [1, 4])
@@ -219,7 +252,6 @@ def test_every_form_for_few_tokens_equals_the_reference(  # type: ignore[no-unty
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", [1, 4])
-@pytest.mark.parametrize("joint", [1, 0])
 @pytest.mark.parametrize(
     ("tokens", "dtype", "threads", "stage", "shape"),
     [
@@ -232,14 +264,14 @@ def test_every_form_for_few_tokens_equals_the_reference(  # type: ignore[no-unty
     ],
 )
 def test_every_form_equals_the_reference(  # type: ignore[no-untyped-def]
-    build, tokens: int, dtype: torch.dtype, threads: int, stage: bool, shape: tuple[int, int], joint: int, share: int
+    build, tokens: int, dtype: torch.dtype, threads: int, stage: bool, shape: tuple[int, int], share: int
 ) -> None:
     for layout, hadamard in itertools.product(("sm_90", "canonical", "sm_80", "portable"), (True, False)):
         if layout in ("sm_80", "portable") and not hadamard:
             continue
         how = {"share": share, "hadamard": hadamard, "tokens": tokens, "threads": threads, "stage": stage}
         for mix in MIXES:
-            equal_to_the_reference(build, *shape, dtype, mix, layout, **how, joint=joint, splits=1 + (mix == "int4"))
+            equal_to_the_reference(build, *shape, dtype, mix, layout, **how, splits=1 + (mix == "int4"))
 
 
 @pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import quantize_act_ref
@@ -136,20 +135,6 @@ class TestOnGpu:
                         codes, scale, total = untile(layout, *tiled, rows, bits)
                         assert torch.equal(codes, expected[0]) and torch.equal(scale, expected[1]), (case, layout)
                         assert torch.equal(total, expected[0].float().sum(-1)), (case, layout)
-
-    def test_tokens_one_by_one_equal_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The kernel's other form, which the launcher does not use yet."""
-        monkeypatch.setattr(quantize_act_cuda, "JOINT", 0)
-        quantize_act_cuda._bound.cache_clear()
-        for share, mix in ((1, "mixed"), (4, "mixed"), (4, "half")):
-            x, perm, bits, clip = problem(600, 4096, torch.bfloat16, mix, gathered=True)
-            for layout in LAYOUTS:
-                got = quantize_act_tiled(x, perm, bits, clip, True, layout, share)
-                wanted = quantize_act_tiled_ref(x, perm, bits, clip, True, layout, share)
-                if layout == "sm_80":  # the second half of an INT4 block's bytes is not used
-                    got, wanted = untile(layout, *got, 600, bits), untile(layout, *wanted, 600, bits)
-                assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (share, mix, layout)
-        quantize_act_cuda._bound.cache_clear()
 
     def test_values_at_rounding_boundaries(self) -> None:
         """Every code's boundary, from both sides: the lanes that take the exact way must agree with the rest."""

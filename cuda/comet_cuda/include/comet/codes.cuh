@@ -73,14 +73,15 @@ __device__ __forceinline__ uint32_t least_fraction(uint32_t least, uint32_t a, u
 #endif
 }
 
-// Codes of 16 values times `by` (1 / divisor in units of kStep, by groups of four slots). False: some are in doubt.
-__device__ __forceinline__ bool quick_codes(const float (&v)[kSlots], const float (&by)[4], uint32_t (&pairs)[kSlots / 2]) {
+// Codes of N values times `by` (1 / divisor in units of kStep, by quarters of the slots). False: some are in doubt.
+template <int N>
+__device__ __forceinline__ bool quick_codes(const float (&v)[N], const float (&by)[4], uint32_t (&pairs)[N / 2]) {
   const float center = __uint_as_float(kCenterBits);
   uint32_t least = ~0u;
 #pragma unroll
-  for (int i = 0; i < kSlots; i += 2) {
-    const uint32_t a = __float_as_uint(__fmaf_rn(v[i], by[i / 4], center));
-    const uint32_t b = __float_as_uint(__fmaf_rn(v[i + 1], by[i / 4], center));
+  for (int i = 0; i < N; i += 2) {
+    const uint32_t a = __float_as_uint(__fmaf_rn(v[i], by[4 * i / N], center));
+    const uint32_t b = __float_as_uint(__fmaf_rn(v[i + 1], by[4 * i / N], center));
     least = least_fraction(least, a, b);
     pairs[i / 2] = quick_pair(a, b);
   }
@@ -89,9 +90,9 @@ __device__ __forceinline__ bool quick_codes(const float (&v)[kSlots], const floa
 
 // The same without doubt, for any divisor; `factor` is what the rotation left to multiply. In line: as a function of its
 // own, with arguments in local memory, it made the kernel 4 to 11% slower.
-template <int kBits>
-__device__ __forceinline__ void exact_codes(const float (&v)[kSlots], const float (&factor)[4], float divisor,
-                                            uint32_t (&pairs)[kSlots / 2]) {
+template <int kBits, int N>
+__device__ __forceinline__ void exact_codes(const float (&v)[N], const float (&factor)[4], float divisor,
+                                            uint32_t (&pairs)[N / 2]) {
   float power = 1.f; // both sides times a power of two: the quotient stays
   if (!(divisor >= kTiny && divisor <= kHuge)) power = divisor < kTiny ? kHuge : kTiny;
   divisor *= power;
@@ -99,11 +100,11 @@ __device__ __forceinline__ void exact_codes(const float (&v)[kSlots], const floa
   constexpr uint32_t bound = kBits == 4 ? 0x47004700u : 0x57F057F0u;             // 7 or 127, as f16
   constexpr uint32_t shift = (0x6600u - (kBits == 4 ? kBias4 : kBias8)) * kTwice; // 1536 + code is 0x6600 + code
 #pragma unroll
-  for (int i = 0; i < kSlots; i += 2) {
+  for (int i = 0; i < N; i += 2) {
     float q[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float x = __fmul_rn(__fmul_rn(v[i + j], factor[i / 4]), power);
+      const float x = __fmul_rn(__fmul_rn(v[i + j], factor[4 * i / N]), power);
       q[j] = __fsub_rn(__fadd_rn(divide(x, divisor, reciprocal), kRound), kRound);
     }
     uint32_t pair; // integers are exact in f16 up to 2048, and beyond the clamp anyway

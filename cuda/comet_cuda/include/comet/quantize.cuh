@@ -78,6 +78,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* p) {
 __device__ __forceinline__ void store_global(char* p, uint32_t data) { // where the compiler has lost the address space
   asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(data) : "memory");
 }
+__device__ __forceinline__ void store_global(char* p, uint32_t low, uint32_t high) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(low), "r"(high) : "memory");
+}
 
 // ---- programmatic dependent launch (sm_90 and later; nothing before)
 
