@@ -164,9 +164,9 @@ def _bound(
         defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share)
         return bind(quantize_few.SOURCE, defines, (tiles, few.splits), few.threads, few.shared_bytes)
     if aligned == 0:
-        many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, gathered, sms, shared_limit)
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, share, gathered, sms, shared_limit)
         if many is not None:
-            defines = many.defines(dtype, hadamard, FUSE[fuse], share)
+            defines = many.defines(dtype, hadamard, fuse, share)
             grid = (many.tokens, many.splits)
             return bind(quantize_many.SOURCE, defines, grid, 32 * many.warps, many.shared_bytes)
     plan = plan_launch(rows, channels, ELEMENT_BYTES[dtype], sms, shared_limit, vector)

@@ -3,27 +3,34 @@
 // Four lanes take a block of 128 channels, 32 values each, eight blocks a warp; the warp does the same blocks of one
 // token after the other, so that where its channels lie, the blocks' precision and their clips are found once. Rows
 // arrive in a ring of stages in shared memory, copied by one thread ahead of time: no instruction of a warp moves them.
+// A warp's blocks have one precision (with SHARE == 4, where quads stay together, a warp may have both and runs twice).
+// The norm is taken in two steps: all threads together add the residual in the stage and sum the squares of the next
+// token, then each warp scales what it gathers of this one.
 //
 // Which channel a slot holds (slot bits s4..s0, lane bits l1 l0 of the four):
 //   start order:  channel bits 6..0 = l1 l0 (s4 ^ l0) (s3 ^ l1) s2 s1 s0;
 //   end order:    channel bits 6..0 = s3 s4 l0 l1 s2 s1 s0.
 // The Hadamard takes the first and leaves the second: strides 1 to 16 stay inside a lane, those of 32 and 64 exchange
-// half of the registers with a neighbour (compare quantize.cuh). INT8 blocks are read in the end order.
+// half of the registers with a neighbour (compare quantize.cuh). Blocks that are not rotated are read in the end order.
 //
-// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, SHARE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and
-// OUT 1 (sm_90); FUSE (0; 2: x holds [gate | up]),
-// GATHER (1: a cta needs whole rows; 0: in storage order, the channels of its own blocks), STAGES of the ring,
-// REGISTERS a thread.
+// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, SHARE as for quantize_act.cu, with TOKENS 1, VECTOR 1,
+// STAGE 1 and OUT 1 (sm_90);
+// GATHER (1: a cta needs whole rows; 0: in storage order, the channels of its own blocks; FUSE is not 1),
+// STAGES of the ring, REGISTERS a thread.
 // gridDim.y ctas share the blocks of a token. K is a multiple of 8, rows are aligned to 16 bytes.
 #include "comet/pipeline.cuh"
 #include "comet/quantize_scale.cuh"
 
 using namespace comet;
 
-constexpr int kLanes = 4;            // that share a block
-constexpr int kBlocks = 32 / kLanes; // of a warp
-constexpr int kValues = 32;          // of a lane
-constexpr int kInputs = FUSE == 2 ? 2 : 1;
+constexpr int kLanes = 4;                   // that share a block
+constexpr int kBlocks = 32 / kLanes;        // of a warp
+constexpr int kValues = 32;                 // of a lane
+constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
+constexpr int kMostWarps = 16;
+constexpr int kSpare = SHARE == 1 ? 1 : 0;  // warps more than blocks need: each precision begins with a new warp
+constexpr uint32_t kNone = 0xFFFF;
+static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
 
 // The lower half of a word, plus another word, in one instruction.
 __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
@@ -31,74 +38,101 @@ __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
   return x;
 }
 
-// The ring: stage by stage the channels of each input, then a barrier a stage for "full" and one for "empty".
+// Blocks of a cta's warps.
+__device__ __forceinline__ int blocks_of_cta() { return kBlocks * (blockDim.x / 32 - kSpare); }
+__device__ __forceinline__ int first_block() { return blockIdx.y * blocks_of_cta(); }
+
+// Which block each four lanes of the cta take (kNone: none), by warp 0. Returns the number of warps that have some.
+__device__ __forceinline__ int share_out(const Params& p, uint16_t* table) {
+  const int lane = threadIdx.x % 32, first = first_block(), end = min(first + blocks_of_cta(), p.NB);
+  const auto is_int8 = [&](int b) { return b < end && p.bits[b] != 4; };
+  int next8 = 0, next4 = 0;
+  if (SHARE == 1) {
+    for (int b = first; b < end; b += 32) next4 += __popc(__ballot_sync(kWarp, is_int8(b + lane)));
+    next4 = (next4 + kBlocks - 1) / kBlocks * kBlocks;
+  }
+  for (int b = first; b < end; b += 32) {
+    const bool eight = SHARE == 1 && is_int8(b + lane), four = b + lane < end && !eight;
+    const uint32_t eights = __ballot_sync(kWarp, eight), fours = __ballot_sync(kWarp, four), below = (1u << lane) - 1;
+    if (eight) table[next8 + __popc(eights & below)] = uint16_t(b + lane);
+    if (four) table[next4 + __popc(fours & below)] = uint16_t(b + lane);
+    next8 += __popc(eights), next4 += __popc(fours);
+  }
+  return (max(next8, next4) + kBlocks - 1) / kBlocks;
+}
+
+// The ring: stage by stage the channels of each input, then three barriers a stage.
 struct Ring {
-  uint32_t base, barriers;
-  int channels, first; // that a stage holds of each input, and the first of them
+  uint32_t base, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
+  int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
-    const int blocks = kBlocks * (blockDim.x / 32);
-    first = GATHER ? 0 : blockIdx.y * blocks * kBlock;
-    channels = GATHER ? p.K : min(blocks * kBlock, p.K - first);
+    first = GATHER ? 0 : first_block() * kBlock;
+    channels = GATHER ? p.K : min(blocks_of_cta() * kBlock, p.K - first);
+    inputs = FUSE == 1 && p.residual == nullptr ? 1 : kInputs;
     base = shared_address(shared);
-    barriers = base + STAGES * stage_bytes(p);
+    input_bytes = uint32_t(GATHER ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
+    barriers = base + STAGES * kInputs * input_bytes;
   }
-  // Of one input; padded to whole blocks, whose channels beyond K are zero and never copied.
-  __device__ __forceinline__ uint32_t input_bytes(const Params& p) const {
-    const int held = GATHER ? p.NB : kBlocks * (blockDim.x / 32);
-    return uint32_t(held) * kBlock * E::kBytes;
-  }
-  __device__ __forceinline__ uint32_t stage_bytes(const Params& p) const { return kInputs * input_bytes(p); }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); }
+  __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
+  __device__ __forceinline__ uint32_t summed(int stage) const { return barriers + 8 * (2 * STAGES + stage); } // FUSE == 1
   __device__ __forceinline__ void copy(const Params& p, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
-    mbarrier_expect(full(stage), kInputs * bytes);
-#pragma unroll
-    for (int i = 0; i < kInputs; ++i) {
-      const size_t at = (size_t(token) * kInputs + i) * p.K + first;
-      bulk_copy(base + stage * stage_bytes(p) + i * input_bytes(p), static_cast<const char*>(p.x) + at * E::kBytes, bytes,
-                full(stage), policy);
-    }
+    mbarrier_expect(full(stage), inputs * bytes);
+    const size_t row = size_t(token) * (FUSE == 2 ? 2 * p.K : p.K) + first;
+    bulk_copy(input(stage, 0), static_cast<const char*>(p.x) + row * E::kBytes, bytes, full(stage), policy);
+    if (FUSE == 0 || inputs == 1) return;
+    const char* other = static_cast<const char*>(FUSE == 2 ? p.x : p.residual);
+    bulk_copy(input(stage, 1), other + (row + (FUSE == 2 ? p.K : 0)) * E::kBytes, bytes, full(stage), policy);
   }
 };
 
 // A warp's blocks, seen from one lane.
 struct Place {
-  int lane, block; // the lane among its four, and the block that they take (or the last one, for nothing)
-  bool exists, is_int4;
+  int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
+  bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[GATHER ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input in a stage; two a word
-  __device__ __forceinline__ Place(const Params& p) {
+  uint32_t at[GATHER ? kValues / 2 : 1];    // of its channels, in bytes from the start of an input; two a word
+  uint32_t weight[FUSE == 1 ? kValues / 2 : 1]; // the norm's, two a word
+  __device__ __forceinline__ Place(const Params& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
-    block = blockIdx.y * kBlocks * (blockDim.x / 32) + threadIdx.x / kLanes;
-    exists = block < p.NB;
-    block = min(block, p.NB - 1);
+    const uint32_t found = table[threadIdx.x / kLanes];
+    exists = found != kNone;
+    block = exists ? found : table[threadIdx.x / 32 * kBlocks];
     is_int4 = p.bits[block] == 4;
+    start_order = HADAMARD && is_int4;
     clip = p.clip[block];
   }
   // Channel of the block that piece q (8 slots) begins with; pieces are slot bits s4 s3.
-  __device__ __forceinline__ int piece(int q, bool start_order) const {
+  __device__ __forceinline__ int piece(int q) const {
     const int l0 = lane & 1, l1 = lane >> 1;
     return start_order ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q & 1) + 32 * (q >> 1) + 16 * l0 + 8 * l1;
   }
-  __device__ __forceinline__ void find(const Params& p, bool start_order) {
+  __device__ __forceinline__ void find(const Params& p) {
     if constexpr (!GATHER) {
-      at[0] = uint32_t(block - blockIdx.y * kBlocks * (blockDim.x / 32)) * kBlock * E::kBytes;
+      at[0] = uint32_t(block - first_block()) * kBlock * E::kBytes;
       return;
     }
 #pragma unroll
-    for (int q = 0; q < 4; ++q)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int c = block * kBlock + piece(q, start_order) + 4 * half;
-        int4 index = {c, c + 1, c + 2, c + 3};
-        if (c < p.K) index = __ldg(reinterpret_cast<const int4*>(p.perm + c)); // K is a multiple of 4
-        constexpr int kBytes = E::kBytes;
-        at[GATHER ? 4 * q + 2 * half : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
-        at[GATHER ? 4 * q + 2 * half + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+    for (int i = 0; i < kValues; i += 4) {
+      const int c = block * kBlock + piece(i / 8) + i % 8;
+      int4 index = {c, c + 1, c + 2, c + 3};
+      uint32_t w[4] = {};
+      if (c < p.K) { // K is a multiple of 4
+        index = __ldg(reinterpret_cast<const int4*>(p.perm + c));
+        if constexpr (FUSE == 1) {
+          const uint16_t* weights = static_cast<const uint16_t*>(p.norm_weight);
+          w[0] = weights[index.x], w[1] = weights[index.y], w[2] = weights[index.z], w[3] = weights[index.w];
+        }
       }
+      constexpr int kBytes = E::kBytes;
+      at[GATHER ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
+      at[GATHER ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      if constexpr (FUSE == 1) weight[i / 2] = w[0] | w[1] << 16, weight[i / 2 + 1] = w[2] | w[3] << 16;
+    }
   }
-  __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input, bool start_order) const {
+  __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input) const {
     if constexpr (GATHER) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
@@ -109,7 +143,7 @@ struct Place {
     } else {
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const uint4 eight = load_shared_16(input + at[0] + piece(q, start_order) * E::kBytes);
+        const uint4 eight = load_shared_16(input + at[0] + piece(q) * E::kBytes);
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[8 * q + i] = E::half_to_float(part(eight, i / 2), i % 2);
       }
@@ -227,80 +261,147 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
   if (mine && place.lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * place.lane] = place.lane ? sum : scale.stored;
 }
 
-// The values of the warp's blocks as the producer leaves them.
-__device__ __forceinline__ void read_values(const Params& p, const Place& place, const Ring& ring, int stage, bool exists,
-                                            bool start_order, float (&v)[kValues]) {
+// FUSE == 1: x + residual -> the stage and memory; the warp's sum of squares -> partial.
+__device__ __forceinline__ void sum_row(const Params& p, const Ring& ring, int stage, int token, int threads, float* partial) {
+  const uint32_t x = ring.input(stage, 0), other = ring.input(stage, 1);
+  const bool add = ring.inputs == 2;
+  uint4* const out = reinterpret_cast<uint4*>(static_cast<char*>(p.residual_out) + size_t(token) * p.K * E::kBytes);
+  float squares = 0.f;
+  for (int c = 8 * threadIdx.x; c < p.K; c += 8 * threads) {
+    uint4 eight = load_shared_16(x + c * E::kBytes);
+    uint32_t w[4] = {eight.x, eight.y, eight.z, eight.w};
+    if (add) {
+      const uint4 more = load_shared_16(other + c * E::kBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t r = part(more, i);
+        w[i] = E::from_float(__fadd_rn(E::half_to_float(w[i], 0), E::half_to_float(r, 0))) |
+               E::from_float(__fadd_rn(E::half_to_float(w[i], 1), E::half_to_float(r, 1))) << 16;
+      }
+      eight = make_uint4(w[0], w[1], w[2], w[3]);
+      store_shared_8(x + c * E::kBytes, eight.x, eight.y);
+      store_shared_8(x + c * E::kBytes + 8, eight.z, eight.w);
+      if (blockIdx.y == 0) out[c / 8] = eight;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float a = E::half_to_float(w[i], 0), b = E::half_to_float(w[i], 1);
+      squares = fmaf(b, b, fmaf(a, a, squares));
+    }
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(kWarp, squares, d);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
+  fence_proxy_async(); // before a later row is copied over these stores
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.summed(stage));
+}
+
+// The values of the warp's blocks as the producer leaves them. `inverse` is the norm's factor.
+__device__ __forceinline__ void read_values(const Params& p, const Place& place, const Ring& ring, int stage, bool exists, float inverse,
+                                            float (&v)[kValues]) {
   if (!exists) { // a padding token of the last atom
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = 0.f;
     return;
   }
-  const uint32_t input = __shfl_sync(kWarp, ring.base + stage * ring.stage_bytes(p), 0); // known to be one value
-  place.read(v, input, start_order);
-  if constexpr (FUSE == 2) {
+  place.read(v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
+  if constexpr (FUSE == 1) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const float w = E::half_to_float(place.weight[FUSE == 1 ? i / 2 : 0], i % 2);
+      v[i] = rounded(__fmul_rn(w, rounded(__fmul_rn(v[i], inverse))));
+    }
+  } else if constexpr (FUSE == 2) {
     float up[kValues];
-    place.read(up, input + ring.input_bytes(p), start_order);
+    place.read(up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = rounded(__fmul_rn(rounded(sigmoid_times(v[i])), up[i]));
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512) __maxnreg__(REGISTERS) quantize_many(const Params p) {
+extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) {
   extern __shared__ __align__(128) char shared[];
+  __shared__ uint16_t table[kMostWarps * kBlocks];
+  __shared__ float partial[STAGES][kMostWarps];
+  __shared__ int active;
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
-  const int warps = blockDim.x / 32, tiles = (p.M + 7) / 8 * 8;
   const Ring ring(p, shared);
-  const unsigned long long policy = l2_evict_first();
-  const int padding = p.NB * kBlock - p.K; // channels of the last block that are zero
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(ring.full(stage), 1);
-      mbarrier_init(ring.empty(stage), warps);
-    }
-    mbarrier_init_fence();
-  }
-  if (padding > 0 && (GATHER || ring.first + ring.channels == p.K))
-    for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x) {
-      const uint32_t input = ring.base + i / padding * ring.input_bytes(p);
-      store_shared_2(input + uint32_t(ring.channels + i % padding) * E::kBytes, 0);
-    }
-  Place place(p);
-  const bool any_int4 = __any_sync(kWarp, place.is_int4), any_int8 = __any_sync(kWarp, !place.is_int4);
-  place.find(p, HADAMARD && any_int4);
+  for (int i = threadIdx.x; i < kMostWarps * kBlocks; i += blockDim.x) table[i] = kNone;
+  const int padding = GATHER || ring.first + ring.channels == p.K ? p.NB * kBlock - p.K : 0; // zeros of the last block
+  for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x)
+    store_shared_2(ring.input(0, i / padding) + uint32_t(ring.channels + i % padding) * E::kBytes, 0);
   __syncthreads();
+  if (threadIdx.x < 32) {
+    const int count = share_out(p, table);
+    if (threadIdx.x == 0) {
+      active = count;
+      for (int stage = 0; stage < STAGES; ++stage) {
+        mbarrier_init(ring.full(stage), 1);
+        mbarrier_init(ring.empty(stage), count);
+        mbarrier_init(ring.summed(stage), count);
+      }
+      mbarrier_init_fence();
+    }
+  }
+  __syncthreads();
+  const int warps = active, lane = threadIdx.x % 32;
+  if (threadIdx.x >= 32 * warps) return;
+  Place place(p, table);
+  const bool any_int4 = __any_sync(kWarp, place.is_int4), any_int8 = __any_sync(kWarp, !place.is_int4);
+  place.find(p);
   wait_for_previous_kernel();
-  const int step = gridDim.x;
+  const int step = gridDim.x, tiles = (p.M + 7) / 8 * 8;
+  const unsigned long long policy = l2_evict_first();
   if (threadIdx.x == 0)
     for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
       ring.copy(p, token, stage, policy);
 
   int stage = 0, parity = 0;
+  if (FUSE == 1 && blockIdx.x < p.M) {
+    mbarrier_wait(ring.full(0), 0);
+    sum_row(p, ring, 0, blockIdx.x, 32 * warps, partial[0]);
+  }
   for (int token = blockIdx.x; token < tiles; token += step) {
     const bool exists = token < p.M;
-    if (exists) mbarrier_wait(ring.full(stage), parity);
+    float inverse = 1.f;
+    if (exists) {
+      mbarrier_wait(FUSE == 1 ? ring.summed(stage) : ring.full(stage), parity);
+      if (FUSE == 1) {
+        float sum = lane < warps ? partial[stage][lane] : 0.f;
+#pragma unroll
+        for (int d = kMostWarps / 2; d > 0; d /= 2) sum += __shfl_xor_sync(kWarp, sum, d);
+        inverse = rsqrtf(__fdividef(__shfl_sync(kWarp, sum, 0), float(p.K)) + p.eps);
+      }
+    }
+    const int after = stage + 1 == STAGES ? 0 : stage + 1;
     const auto release = [&] { // this warp has read the stage
       __syncwarp();
-      if (exists && threadIdx.x % 32 == 0) mbarrier_arrive(ring.empty(stage));
+      if (exists && lane == 0) mbarrier_arrive(ring.empty(stage));
       const int refill = token + (STAGES - 1) * step; // into the last token's stage, which other warps have read by now
       if (threadIdx.x == 0 && token >= step && refill < p.M) {
         const int last = (stage + STAGES - 1) % STAGES;
         mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
         ring.copy(p, refill, last, policy);
       }
+      __syncwarp();
+      if (FUSE == 1 && token + step < p.M) {
+        mbarrier_wait(ring.full(after), after ? parity : parity ^ 1);
+        sum_row(p, ring, after, token + step, 32 * warps, partial[after]);
+      }
     };
     float v[kValues];
     if (any_int4) {
-      if (any_int8) place.find(p, HADAMARD); // found anew rather than kept twice
-      read_values(p, place, ring, stage, exists, HADAMARD, v);
-      if (!any_int8) release();
+      read_values(p, place, ring, stage, exists, inverse, v);
+      if (SHARE == 1 || !any_int8) release();
       quantize_blocks<true>(p, place, v, token);
     }
-    if (any_int8) {
-      if (any_int4) place.find(p, false);
-      read_values(p, place, ring, stage, exists, false, v);
+    if (SHARE == 1 ? !any_int4 : any_int8) {
+      read_values(p, place, ring, stage, exists, inverse, v);
       release();
       quantize_blocks<false>(p, place, v, token);
     }
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    stage = after;
+    if (stage == 0) parity ^= 1;
   }
 }

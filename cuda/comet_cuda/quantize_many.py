@@ -14,15 +14,16 @@ from comet_cuda.jit import Configuration
 SOURCE = "quantize_many.cu"
 OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+FUSES = ("none", "rms_norm", "silu_mul")
 FEWEST_TOKENS = 1 << 30  # to be measured
 BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta
 MOST_GATHERED = 32768  # channels: their places are kept as bytes in 16 bits
 DIRECT_WARPS = range(4, 9)  # without a gather
 STAGES = 4  # rows in shared memory
-REGISTERS = 96  # a thread
+REGISTERS = {"none": 96, "rms_norm": 128, "silu_mul": 96}  # a thread
 SM_REGISTERS = 65536
-ALIGNMENT = 16  # bytes, of rows
+BARRIER_BYTES = 24  # a stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +36,25 @@ class ManyPlan:
     tokens: int  # that are under way at once
     shared_bytes: int
 
-    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: int, share: int) -> dict[str, int | str]:
-        """The preprocessor definitions of quantize_many.cu; fuse as its number."""
+    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str, share: int) -> dict[str, int | str]:
+        """The preprocessor definitions of quantize_many.cu."""
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "HADAMARD": int(hadamard),
-            "FUSE": fuse, "SHARE": share, "GATHER": int(self.gather), "STAGES": STAGES,
-            "REGISTERS": REGISTERS,
+            "FUSE": FUSES.index(fuse), "SHARE": share, "GATHER": int(self.gather), "STAGES": STAGES,
+            "REGISTERS": REGISTERS[fuse],
         }  # fmt: skip
 
 
 def plan_many(
-    rows: int, channels: int, dtype: torch.dtype, fuse: str, layout: str, gathered: bool, sms: int, shared_limit: int
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    fuse: str,
+    layout: str,
+    share: int,
+    gathered: bool,
+    sms: int,
+    shared_limit: int,
 ) -> ManyPlan | None:
     """The plan for x [rows, channels] whose rows are aligned to 16 bytes, or None: another kernel takes it.
 
@@ -54,25 +63,26 @@ def plan_many(
     """
     if dtype not in ELEMENTS or layout != "sm_90" or rows < FEWEST_TOKENS or channels % 8:
         return None
-    if fuse == "rms_norm" or (gathered and (fuse != "none" or channels > MOST_GATHERED)):
+    gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
+    if gather and (fuse == "silu_mul" or channels > MOST_GATHERED):
         return None
-    blocks = num_blocks(channels)
+    blocks, spare = num_blocks(channels), int(share == 1)  # each precision begins with a new warp
     needed = -(-blocks // BLOCKS)  # warps a token
-    if gathered:
-        splits = -(-needed // MOST_WARPS)
+    if gather:
+        splits = -(-needed // (MOST_WARPS - spare))
         warps = -(-needed // splits)
     else:
         warps = min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
         splits = -(-needed // warps)
-    held = blocks if gathered else BLOCKS * warps
-    shared_bytes = STAGES * (held * BLOCK * 2 * (2 if fuse == "silu_mul" else 1) + 16)
+    held = blocks if gather else BLOCKS * warps
+    shared_bytes = STAGES * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES)
     if shared_bytes > shared_limit - 1024:
         return None
-    ctas = min(
-        SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + 1024)
-    )  # a multiprocessor
+    warps += spare
+    by_registers = SM_REGISTERS // REGISTERS[fuse] // (32 * warps)
+    ctas = min(by_registers, (shared_limit + 1024) // (shared_bytes + 2048))  # a multiprocessor
     tiles = -(-rows // 8) * 8
-    return ManyPlan(gathered, warps, splits, max(1, min(tiles, sms * ctas // splits)), shared_bytes)
+    return ManyPlan(gather, warps, splits, max(1, min(tiles, sms * ctas // splits)), shared_bytes)
 
 
 def configurations(family: str) -> list[Configuration]:
@@ -81,7 +91,7 @@ def configurations(family: str) -> list[Configuration]:
         return []
     return [
         Configuration(SOURCE, ManyPlan(gather, 4, 1, 1, 0).defines(dtype, hadamard, fuse, share), OPTIONS)
-        for gather, fuse in ((True, 0), (False, 0), (False, 2))
+        for gather, fuse in ((True, "none"), (True, "rms_norm"), (False, "none"), (False, "silu_mul"))
         for dtype in ELEMENTS
         for hadamard in (False, True)
         for share in (1, 4)

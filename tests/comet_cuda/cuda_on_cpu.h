@@ -149,6 +149,8 @@ inline u32 shared_address(const void* p) { return u32((const char*)p - shared); 
 inline u32 load_shared_2(u32 at) { unsigned short v; memcpy(&v, shared + at, 2); return v; }
 inline uint4 load_shared_16(u32 at) { uint4 v; if (at % 16) abort(); memcpy(&v, shared + at, 16); return v; }
 inline void store_shared_2(u32 at, u32 v) { memcpy(shared + at, &v, 2); }
+inline void store_shared_8(u32 at, u32 a, u32 b) { if (at % 8) abort(); memcpy(shared + at, &a, 4); memcpy(shared + at + 4, &b, 4); }
+inline void fence_proxy_async() {}
 inline void mbarrier_init(u32 at, u32 n) { if (at % 8) abort(); emu::barriers[at] = {int(n), int(n), 0, 0}; }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u32 at) { emu::Barrier& b = emu::barriers.at(at); --b.pending; emu::settle(b); }

@@ -121,9 +121,9 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
             x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
         )
     elif tokens < 0:
-        many = quantize_many.plan_many(*shape, fuse, layout, gathered, how.get("sms", 1), 227 * 1024)
+        many = quantize_many.plan_many(*shape, fuse, layout, share, gathered, how.get("sms", 1), 227 * 1024)
         assert many is not None
-        defines = many.defines(x.dtype, hadamard, quantize_act_cuda.FUSE[fuse], share)
+        defines = many.defines(x.dtype, hadamard, fuse, share)
         splits, threads, tokens, entry, covered = many.splits, 32 * many.warps, 1, "quantize_many", how.get("ctas", 2)
     else:
         plan = quantize_few.plan_few(*shape, fuse, gathered, how.get("sms", 132), 227 * 1024)
@@ -275,9 +275,12 @@ def test_every_form_equals_the_reference(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("tokens", "mix"), [(1, "mixed"), (0, "mixed"), (0, "half")])
-def test_fused_forms_differ_by_one_code_at_most(build, tokens: int, mix: str, share: int) -> None:  # type: ignore[no-untyped-def]
-    rows, channels = 5, 640
+@pytest.mark.parametrize(("tokens", "mix"), [(1, "mixed"), (0, "mixed"), (0, "half"), (-1, "half")])
+def test_fused_forms_differ_by_one_code_at_most(  # type: ignore[no-untyped-def]
+    build, tokens: int, mix: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
+    rows, channels = (5, 640) if tokens >= 0 else (21, 1288)
     x, (perm, bits, clip, unit) = problem(rows, channels, torch.bfloat16, mix, seed=1)
     common = (perm, bits, clip, True, unit)
     generator = torch.Generator().manual_seed(2)
