@@ -30,7 +30,7 @@ constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the res
 constexpr int kMostWarps = 16;
 constexpr int kSpare = SHARE == 1 ? 1 : 0;  // warps more than blocks need: each precision begins with a new warp
 constexpr uint32_t kNone = 0xFFFF;
-static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
+static_assert(FUSE != 1 || (GATHER && STAGES >= 3), "the norm needs the whole row, and the next one");
 
 // The lower half of a word, plus another word, in one instruction.
 __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
@@ -61,9 +61,9 @@ __device__ __forceinline__ int share_out(const Params& p, uint16_t* table) {
   return (max(next8, next4) + kBlocks - 1) / kBlocks;
 }
 
-// The ring: stage by stage the channels of each input, then three barriers a stage.
+// The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage.
 struct Ring {
-  uint32_t base, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
+  uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
     first = GATHER ? 0 : first_block() * kBlock;
@@ -71,7 +71,8 @@ struct Ring {
     inputs = FUSE == 1 && p.residual == nullptr ? 1 : kInputs;
     base = shared_address(shared);
     input_bytes = uint32_t(GATHER ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
-    barriers = base + STAGES * kInputs * input_bytes;
+    weights = base + STAGES * kInputs * input_bytes;
+    barriers = weights + (FUSE == 1 ? blockDim.x * kValues * E::kBytes : 0);
   }
   __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
@@ -93,8 +94,7 @@ struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
   bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[GATHER ? kValues / 2 : 1];    // of its channels, in bytes from the start of an input; two a word
-  uint32_t weight[FUSE == 1 ? kValues / 2 : 1]; // the norm's, two a word
+  uint32_t at[GATHER ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
   __device__ __forceinline__ Place(const Params& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
@@ -109,7 +109,11 @@ struct Place {
     const int l0 = lane & 1, l1 = lane >> 1;
     return start_order ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q & 1) + 32 * (q >> 1) + 16 * l0 + 8 * l1;
   }
-  __device__ __forceinline__ void find(const Params& p) {
+  // Of the norm's weights for slots 8 * q on.
+  __device__ __forceinline__ uint32_t weights_at(const Ring& ring, int q) const {
+    return ring.weights + ((threadIdx.x / 32 * 4 + q) * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ void find(const Params& p, const Ring& ring) {
     if constexpr (!GATHER) {
       at[0] = uint32_t(block - first_block()) * kBlock * E::kBytes;
       return;
@@ -129,7 +133,7 @@ struct Place {
       constexpr int kBytes = E::kBytes;
       at[GATHER ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
       at[GATHER ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
-      if constexpr (FUSE == 1) weight[i / 2] = w[0] | w[1] << 16, weight[i / 2 + 1] = w[2] | w[3] << 16;
+      if (FUSE == 1) store_shared_8(weights_at(ring, i / 8) + i % 8 * 2, w[0] | w[1] << 16, w[2] | w[3] << 16);
     }
   }
   __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input) const {
@@ -308,9 +312,13 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
   place.read(v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
   if constexpr (FUSE == 1) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float w = E::half_to_float(place.weight[FUSE == 1 ? i / 2 : 0], i % 2);
-      v[i] = rounded(__fmul_rn(w, rounded(__fmul_rn(v[i], inverse))));
+    for (int q = 0; q < 4; ++q) {
+      const uint4 eight = load_shared_16(place.weights_at(ring, q));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = v[8 * q + i];
+        x = rounded(__fmul_rn(E::half_to_float(part(eight, i / 2), i % 2), rounded(__fmul_rn(x, inverse))));
+      }
     }
   } else if constexpr (FUSE == 2) {
     float up[kValues];
@@ -349,7 +357,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
   if (threadIdx.x >= 32 * warps) return;
   Place place(p, table);
   const bool any_int4 = __any_sync(kWarp, place.is_int4), any_int8 = __any_sync(kWarp, !place.is_int4);
-  place.find(p);
+  place.find(p, ring);
   wait_for_previous_kernel();
   const int step = gridDim.x, tiles = (p.M + 7) / 8 * 8;
   const unsigned long long policy = l2_evict_first();
@@ -364,6 +372,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
   }
   for (int token = blockIdx.x; token < tiles; token += step) {
     const bool exists = token < p.M;
+    const int after = stage + 1 == STAGES ? 0 : stage + 1;
+    if (FUSE == 1 && token + step < p.M) { // before this token takes all registers
+      mbarrier_wait(ring.full(after), after ? parity : parity ^ 1);
+      sum_row(p, ring, after, token + step, 32 * warps, partial[after]);
+    }
     float inverse = 1.f;
     if (exists) {
       mbarrier_wait(FUSE == 1 ? ring.summed(stage) : ring.full(stage), parity);
@@ -374,7 +387,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
         inverse = rsqrtf(__fdividef(__shfl_sync(kWarp, sum, 0), float(p.K)) + p.eps);
       }
     }
-    const int after = stage + 1 == STAGES ? 0 : stage + 1;
     const auto release = [&] { // this warp has read the stage
       __syncwarp();
       if (exists && lane == 0) mbarrier_arrive(ring.empty(stage));
@@ -383,11 +395,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
         const int last = (stage + STAGES - 1) % STAGES;
         mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
         ring.copy(p, refill, last, policy);
-      }
-      __syncwarp();
-      if (FUSE == 1 && token + step < p.M) {
-        mbarrier_wait(ring.full(after), after ? parity : parity ^ 1);
-        sum_row(p, ring, after, token + step, 32 * warps, partial[after]);
       }
     };
     float v[kValues];

@@ -20,8 +20,8 @@ BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta
 MOST_GATHERED = 32768  # channels: their places are kept as bytes in 16 bits
 DIRECT_WARPS = range(4, 9)  # without a gather
-STAGES = 4  # rows in shared memory
-REGISTERS = {"none": 96, "rms_norm": 128, "silu_mul": 96}  # a thread
+STAGES = {"none": 4, "rms_norm": 3, "silu_mul": 3}  # rows in shared memory
+REGISTERS = 96  # a thread
 SM_REGISTERS = 65536
 BARRIER_BYTES = 24  # a stage
 
@@ -40,8 +40,8 @@ class ManyPlan:
         """The preprocessor definitions of quantize_many.cu."""
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "HADAMARD": int(hadamard),
-            "FUSE": FUSES.index(fuse), "SHARE": share, "GATHER": int(self.gather), "STAGES": STAGES,
-            "REGISTERS": REGISTERS[fuse],
+            "FUSE": FUSES.index(fuse), "SHARE": share, "GATHER": int(self.gather), "STAGES": STAGES[fuse],
+            "REGISTERS": REGISTERS,
         }  # fmt: skip
 
 
@@ -75,11 +75,12 @@ def plan_many(
         warps = min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
         splits = -(-needed // warps)
     held = blocks if gather else BLOCKS * warps
-    shared_bytes = STAGES * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES)
+    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES)
+    warps += spare
+    shared_bytes += 2 * BLOCKS * BLOCK * warps if fuse == "rms_norm" else 0  # the weights
     if shared_bytes > shared_limit - 1024:
         return None
-    warps += spare
-    by_registers = SM_REGISTERS // REGISTERS[fuse] // (32 * warps)
+    by_registers = SM_REGISTERS // REGISTERS // (32 * warps)
     ctas = min(by_registers, (shared_limit + 1024) // (shared_bytes + 2048))  # a multiprocessor
     tiles = -(-rows // 8) * 8
     return ManyPlan(gather, warps, splits, max(1, min(tiles, sms * ctas // splits)), shared_bytes)

@@ -287,8 +287,9 @@ def test_fused_forms_differ_by_one_code_at_most(  # type: ignore[no-untyped-def]
     weight = (1 + 0.1 * torch.randn(channels, generator=generator)).bfloat16()
     residual = torch.randn(rows, channels, generator=generator).bfloat16()
     how = {"fuse": "rms_norm", "residual": residual, "weight": weight, "eps": 1e-6}
-    *got, summed = run(build, x, common, "sm_90", share, tokens, **how)
-    *wanted, wanted_sum = rms_norm_quantize_ref(x, residual, weight, 1e-6, *common[:4], "sm_90", share, unit)
+    gathered = torch.randperm(channels, generator=generator).to(torch.int32)  # also where SiLU gathers nothing
+    *got, summed = run(build, x, (gathered, *common[1:]), "sm_90", share, tokens, **how)
+    *wanted, wanted_sum = rms_norm_quantize_ref(x, residual, weight, 1e-6, gathered, *common[1:4], "sm_90", share, unit)
     assert torch.equal(summed, wanted_sum)
     gate_up = torch.randn(rows, 2 * channels, generator=generator).mul(3).bfloat16()
     silu = run(build, gate_up, common, "sm_90", share, tokens, fuse="silu_mul")

@@ -188,7 +188,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("share", [1, 4])
-    @pytest.mark.parametrize(("rows", "channels"), [(1, 4096), (5, 576), (33, 579), (600, 2048)])
+    @pytest.mark.parametrize(("rows", "channels"), [(1, 4096), (5, 576), (33, 579), (600, 2048), (1003, 8192)])
     def test_fused_norm_and_silu(self, rows: int, channels: int, dtype: torch.dtype, share: int) -> None:
         x, perm, bits, clip = problem(rows, channels, dtype, "mixed", gathered=True)
         rest = (perm, bits, clip, True, "sm_90", share, 0.8 + 0.4 * torch.rand(len(bits), device="cuda"))
@@ -201,9 +201,10 @@ class TestOnGpu:
             self.close(got[:2], expected[:2], rows, bits, share)
         gate_up, perm, bits, clip = problem(rows, channels, dtype, "mixed", gathered=True, width=2)
         gate_up = torch.nan_to_num(gate_up.float().clamp(-50, 50)).to(dtype)
-        rest = (perm, bits, clip, *rest[3:])
-        got, expected = silu_mul_quantize(gate_up, *rest), silu_mul_quantize_ref(gate_up, *rest)
-        self.close(got, expected, rows, bits, share)
+        for order in (perm, None):  # None: the producer's rows carry the permutation
+            rest = (order, bits, clip, *rest[3:])
+            got, expected = silu_mul_quantize(gate_up, *rest), silu_mul_quantize_ref(gate_up, *rest)
+            self.close(got, expected, rows, bits, share)
 
     def close(self, got: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: int, bits: Tensor, share: int) -> None:
         codes, scale, total = untile_activations_sm90(got[0], got[1], rows, bits, share)
