@@ -15,6 +15,7 @@ from torch import Tensor
 from comet_core.calibration import Calibration, GroupPlan, save, writable_folder
 from comet_core.corpus import calibration_windows, load_corpus, random_windows
 from comet_core.decoder import PROBE_TOKENS, Call, Decoder, LinearGroup, layer_linears, linear_groups, run_layer
+from comet_core.experts import list_experts
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.model_source import ModelSource
 from comet_core.observe import SAMPLE_TOKENS, ChannelStats, observe
@@ -142,8 +143,10 @@ def calibrate(
                     task.advance()
             probe_hidden = run_layer(layer, probe_hidden, probe_calls[index])
             for group in groups:
-                measured.append(_measure(index, label, group, stats[group.names[0]], layer, recipe))
+                seen = stats.get(group.names[0]) or ChannelStats.none(group.in_channels)
+                measured.append(_measure(index, label, group, seen, tokens.numel(), layer, recipe))
             decoder.release_layer(index)
+    _name_unreached(measured, decoder.layer_prefix, progress)
     calibration = Calibration(
         recipe=recipe,
         model={"name": source.name, "origin": source.origin, "note": source.note, "digest": source.digest()},
@@ -169,6 +172,7 @@ class _Measured:
     report: dict[str, Any]
     perm: Tensor
     choice: PlanChoice
+    reach: float  # share of the tokens that enter the group: below 1 for experts
     int8_blocks: int  # by rule threshold or first; the budget rule overwrites it
     clips: Tensor | None = None  # f32 [NB], where the recipe searches them
     ranges: Tensor | None = None  # f32 [S, NB], where blocks share scales and have units
@@ -178,10 +182,16 @@ class _Measured:
         """True if blocks of this group may run W4A4."""
         return bool(self.quantized) and self.spec.weights.bits == 4 and self.spec.activations.bits == 4
 
+    @property
+    def is_budgeted(self) -> bool:
+        """True if the budget decides how many of its blocks are INT8."""
+        return self.is_w4a4 and self.spec.blocks.rule == "budget" and self.reach > 0
+
 
 def _measure(
-    index: int, label: str, group: LinearGroup, stats: ChannelStats, layer: torch.nn.Module, recipe: Recipe
+    index: int, label: str, group: LinearGroup, stats: ChannelStats, tokens: int, layer: torch.nn.Module, recipe: Recipe
 ) -> _Measured:
+    """What one group's statistics mean for its plan. `tokens`: that enter the layer."""
     names = [f"{label}.{name}" for name in group.names]
     specs = {name: recipe.for_linear(full) for name, full in zip(group.names, names, strict=True)}
     quantized = tuple(name for name in group.names if not specs[name].kept)
@@ -194,6 +204,8 @@ def _measure(
     identity = torch.arange(channels, dtype=torch.int32, device=importance.device)
     perm = choose_permutation(importance, segments) if spec.blocks.permute and quantized else identity
     cost = block_costs(channels, sum(layer_linears(layer)[name].out_features for name in quantized))
+    if (reach := stats.tokens / tokens) < 1:  # a mean token's multiply-adds
+        cost = (cost * reach).round().long().clamp(min=1 if reach else 0)
     gain = torch.zeros(num_blocks(channels), dtype=torch.float64)
     measured = _Measured(
         layer=index,
@@ -204,15 +216,18 @@ def _measure(
         report=report_outliers(names[0], stats, spec.blocks.threshold).row(),
         perm=perm.cpu(),
         choice=PlanChoice(gain, cost, segments),
+        reach=reach,
         int8_blocks=0,
     )
-    if measured.is_w4a4:
+    if measured.is_w4a4 and not reach:
+        measured.int8_blocks = _unreached_int8(num_blocks(channels), segments, spec)
+    elif measured.is_w4a4:
         weight = torch.cat([layer_linears(layer)[name].weight.float() for name in quantized])
         act, x = spec.activations, stats.sample
         rotated, plain = block_grams(weight, perm, rotate=act.hadamard), block_grams(weight, perm, rotate=False)
         error4, error8 = block_error(x, rotated, perm, 4, act), block_error(x, plain, perm, 8, act)
         energy = max(output_energy(x, weight), 1e-30)
-        measured.choice = PlanChoice(((error4 - error8) / energy).cpu(), cost, segments)
+        measured.choice = PlanChoice(((error4 - error8) / energy).cpu() * reach, cost, segments)
         if act.clip_search:
             measured.clips = search_clips(x, rotated, perm, act)
         if act.share > 1 and act.unit:
@@ -223,6 +238,22 @@ def _measure(
         elif spec.blocks.rule == "first":
             measured.int8_blocks = segments
     return measured
+
+
+def _unreached_int8(blocks: int, segments: int, spec: LinearSpec) -> int:
+    """INT8 blocks of an input that was never seen: all (any may hold outliers) in recipes that look for outliers."""
+    if spec.blocks.rule == "first":
+        return segments
+    return 0 if spec.blocks.rule == "budget" and spec.blocks.int4_mac_fraction == 1 else blocks
+
+
+def _name_unreached(measured: Sequence[_Measured], prefix: str, progress: Progress) -> None:
+    names = [f"{prefix}.{m.layer}.{name}" for m in measured if not m.reach for name in m.group.names]
+    for line in list_experts(names):
+        progress.log(
+            f"warning: {line}: calibration sent no token there, so these experts are quantized by their weights alone; "
+            "more or other text (--samples, --data) reaches more of them"
+        )
 
 
 def _common_spec(names: Sequence[str], specs: dict[str, LinearSpec], label: str) -> LinearSpec:
@@ -246,9 +277,9 @@ IMPORTANCE = {
 
 def _plan_groups(measured: list[_Measured], recipe: Recipe) -> list[GroupPlan]:
     """Spend the budget and turn measurements into plans."""
-    budgeted = [m for m in measured if m.is_w4a4 and m.spec.blocks.rule == "budget"]
+    budgeted = [m for m in measured if m.is_budgeted]
     if budgeted:
-        fixed = sum(_fixed_cost(m) for m in measured if not (m.is_w4a4 and m.spec.blocks.rule == "budget"))
+        fixed = sum(_fixed_cost(m) for m in measured if not m.is_budgeted)
         counts = spend_budget([m.choice for m in budgeted], fixed, recipe.blocks.int4_mac_fraction)
         for m, blocks in zip(budgeted, counts, strict=True):
             m.int8_blocks = blocks
@@ -280,8 +311,8 @@ def _share(m: _Measured, bits: Tensor) -> int:
 
 
 def _all_cost(m: _Measured) -> int:
-    """Multiply-adds a token of the whole group, kept linears included."""
-    return m.group.in_channels * m.group.out_rows
+    """Multiply-adds of a mean token in the whole group, kept linears included."""
+    return round(m.group.in_channels * m.group.out_rows * m.reach)
 
 
 def _fixed_cost(m: _Measured) -> int:

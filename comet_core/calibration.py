@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comet_core.decoder import LinearGroup
+from comet_core.experts import any_expert
 from comet_core.outliers import draw_heat_map
 from comet_core.plan import BlockPlan
 from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
@@ -193,10 +194,11 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
 
 
 def heat_map(calibration: Calibration, png: Path) -> None:
-    """Picture of channel maxima by layer, before and after permutation, for every kind of group."""
+    """Picture of channel maxima by layer (and expert), before and after permutation, for every kind of group."""
     kinds: dict[str, list[GroupPlan]] = {}
     for item in calibration.groups:
-        kinds.setdefault(f"input of {item.group.names[0]}", []).append(item)
+        if bool(item.absmax.any()):  # an expert that was never reached has none
+            kinds.setdefault(f"input of {any_expert(item.group.names[0])}", []).append(item)
     rows = [
         (
             name,

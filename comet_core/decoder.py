@@ -4,7 +4,8 @@ In: a ModelSource. Out: a Decoder, whose parameters live on the meta device unti
 knows a model family by name. Three facts are found by running the model's own code:
   - what each layer is called with (masks, rotary tables, ...): the model runs once with its layers switched off and
     their arguments recorded;
-  - which linears share an input (a LinearGroup): they are handed the same tensor object;
+  - which linears share an input (a LinearGroup): they are handed the same tensor object (experts are COMET's own
+    modules, whose groups are known);
   - whether a channel permutation can move into the producer's rows: the layer's output does not change when rows of
     the producer and columns of the consumer are permuted alike.
 """
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comet_core.experts import Expert, Experts, layer_experts, separate_experts
+from comet_core.kv_cache import sixteen_name
 from comet_core.model_source import ModelSource
 from comet_cuda.errors import CometError
 
@@ -65,12 +68,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_empty(config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
-    """The model of `config` with parameters on the meta device, in eval mode."""
+    """The model of `config` with parameters on the meta device and experts taken apart, in eval mode."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)  # transformers writes its choices into it
     with _parameters_on_meta():
         model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        separate_experts(model)
     return model.eval()
 
 
@@ -99,42 +103,41 @@ class Decoder:
         layers: its decoder layers. `layer_prefix` is their name, e.g. "model.layers".
     """
 
-    def __init__(self, source: ModelSource, *, device: str, dtype: torch.dtype, attention: str = "sdpa") -> None:
+    def __init__(self, source: ModelSource, *, device: str, dtype: torch.dtype, attention: str | None = None) -> None:
         self.source, self.device, self.dtype = source, torch.device(device), dtype
         self.width = int(source.config.get_text_config().hidden_size)  # channels between layers
-        self.model = build_empty(source.config, attention, dtype)
+        self.model = build_empty(source.config, attention or sixteen_name(source.config), dtype)
         self.layer_prefix, self.layers = find_layers(self.model)
         self._reader = source.weights()
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
-        self._refuse_fused_experts()
+        self._refuse_stacks()
         self._tuple_output = False
 
-    def _refuse_fused_experts(self) -> None:
+    def _refuse_stacks(self) -> None:
         for name, parameter in self.layers.named_parameters():
             if parameter.dim() > 2:
                 raise CometError(
-                    f"{self.layer_prefix}.{name}: shape {tuple(parameter.shape)} is a stack of expert matrices in one "
-                    "parameter, which cannot be quantized yet",
-                    "use a dense model",
+                    f"{self.layer_prefix}.{name}: shape {tuple(parameter.shape)} is a stack of matrices in a layout "
+                    f"that COMET cannot take apart ({type(self.model).__name__})",
+                    "use a dense model, or experts stored as gate_up_proj [E, 2F, H] and down_proj [E, H, F]",
                 )
 
     def load(self, module: nn.Module, prefix: str) -> None:
-        """Materialize every meta parameter of `module` (called `prefix` in the model) on the device."""
-        for name, parameter in list(module.named_parameters()):
-            if parameter.device.type != "meta":
+        """Materialize meta parameters and stored buffers of `module` (called `prefix` in the model) on the device."""
+        for name, tensor in [*module.named_parameters(), *stored_buffers(module).items()]:
+            if isinstance(tensor, nn.Parameter) and tensor.device.type != "meta":
                 continue
-            owner_name, _, leaf = name.rpartition(".")
-            value = self._reader.load(f"{prefix}.{name}" if prefix else name).to(self.device, self.dtype)
-            if value.shape != parameter.shape:
+            value = self._reader.load(f"{prefix}.{name}" if prefix else name).to(self.device)
+            if value.shape != tensor.shape:
                 raise CometError(
-                    f"{prefix}.{name}: has shape {tuple(value.shape)}, the model wants {tuple(parameter.shape)}",
+                    f"{prefix}.{name}: has shape {tuple(value.shape)}, the model wants {tuple(tensor.shape)}",
                     "config.json and the weights do not belong together",
                 )
             if not all_finite(value):
                 raise CometError(f"{prefix}.{name}: holds NaN or Inf", "the checkpoint is damaged; fetch it again")
-            setattr(module.get_submodule(owner_name), leaf, nn.Parameter(value, requires_grad=False))
+            put_tensor(module, name, value, self.dtype)
 
     def unload(self, module: nn.Module) -> None:
         """Send the parameters that `module` owns itself back to meta, freeing their memory."""
@@ -220,6 +223,25 @@ class Decoder:
         return hidden[0], calls
 
 
+def stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint holds (the bias of a router, for example), by name; not those that are computed."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
+def put_tensor(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Let `value` be the parameter `name` of `module`, in `dtype`; or the buffer, in the buffer's own type."""
+    owner, _, leaf = name.rpartition(".")
+    parent = module.get_submodule(owner)
+    buffer = dict(parent.named_buffers(recurse=False)).get(leaf)
+    new = nn.Parameter(value.to(dtype), requires_grad=False) if buffer is None else value.to(buffer.dtype)
+    setattr(parent, leaf, new)
+
+
 def all_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor Inf, looked at in pieces so that no mask of its size is made."""
     if not tensor.is_floating_point() or not tensor.numel():
@@ -241,8 +263,13 @@ def run_layer(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 
 
 def layer_linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """Linears of a layer by their name inside it."""
-    return {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    """Linears of a layer by their name inside it. A linear of one row is a gate (of Qwen's shared expert) and none of
+    these: like a router it stays as it is."""
+    return {
+        name: module
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features > 1
+    }
 
 
 @torch.no_grad()
@@ -253,9 +280,12 @@ def linear_groups(layer: nn.Module, hidden: Tensor, call: Call, label: str) -> l
         layer: materialized layer. hidden: [1, PROBE_TOKENS, D] real hidden states. call: the layer's arguments.
         label: the layer's name, for errors.
     """
-    linears = layer_linears(layer)
+    stacks = layer_experts(layer)
+    inside = tuple(f"{name}." for name in stacks)
+    linears = {name: module for name, module in layer_linears(layer).items() if not name.startswith(inside)}
     inputs: list[Tensor] = []  # kept alive, so that ids stay unique
     members: dict[int, list[str]] = {}
+    places: dict[str, int] = {}  # how many groups run before the experts
 
     def hook(name: str) -> Any:
         def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -264,7 +294,14 @@ def linear_groups(layer: nn.Module, hidden: Tensor, call: Call, label: str) -> l
 
         return see
 
+    def mark(name: str) -> Any:
+        def see(*_: Any) -> None:
+            places[name] = len(members)
+
+        return see
+
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    handles += [module.register_forward_pre_hook(mark(name)) for name, module in stacks.items()]
     try:
         run_layer(layer, hidden, call)
     finally:
@@ -273,17 +310,31 @@ def linear_groups(layer: nn.Module, hidden: Tensor, call: Call, label: str) -> l
     reached = [name for names in members.values() for name in names]
     if len(set(reached)) != len(reached):
         raise CometError(f"{label}: a linear runs more than once a layer", "COMET cannot quantize shared linears")
-    missing = sorted(set(linears) - set(reached))
+    missing = sorted(set(linears) - set(reached) | set(stacks) - set(places))
     if missing:
         raise CometError(
             f"{label}: {', '.join(missing[:4])} did not run on {PROBE_TOKENS} tokens",
-            "mixture-of-experts layers are not supported yet; add the names to the recipe's `skip` list",
+            "COMET quantizes linears that every token passes, and experts that transformers keeps in a stack",
         )
     groups = []
     for names in members.values():
         rows = sum(linears[name].out_features for name in names)
         groups.append(LinearGroup(tuple(names), linears[names[0]].in_features, rows))
-    return [_with_producers(group, groups, layer, hidden, call) for group in groups]
+    groups = [_with_producers(group, groups, layer, hidden, call) for group in groups]
+    for name, experts in reversed(stacks.items()):
+        groups[places[name] : places[name]] = _expert_groups(name, experts)
+    return groups
+
+
+def _expert_groups(stack: str, experts: Experts) -> list[LinearGroup]:
+    """The groups of the experts module `stack`, expert by expert: what experts.py makes them of."""
+    groups = []
+    for index, expert in enumerate(experts):
+        assert isinstance(expert, Expert)
+        gate, up, down = (f"{stack}.{index}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+        groups.append(LinearGroup((gate, up), expert.hidden, 2 * expert.inner))
+        groups.append(LinearGroup((down,), expert.inner, expert.hidden, producers=(gate, up)))
+    return groups
 
 
 def _with_producers(

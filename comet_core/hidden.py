@@ -32,7 +32,8 @@ class HiddenStates:
         limit: int = DEFAULT_LIMIT,
         spill_folder: Path | None = None,
     ) -> None:
-        self.shape, self.dtype, self.device, self._limit = shape, dtype, device, limit
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._limit, self._spill_folder = limit, spill_folder
         windows, length, width = shape
         self.step = max(1, TOKENS_A_STEP.get(device.type, 4096) // length)
         self._window = length * width * dtype.itemsize  # bytes of one
@@ -42,11 +43,15 @@ class HiddenStates:
         else:
             self._values = torch.empty(shape, dtype=dtype, device=device)
 
-    def copy(self, spill_folder: Path | None = None) -> "HiddenStates":
+    def like(self, width: int) -> "HiddenStates":
+        """A buffer for as many windows and tokens, of `width` channels."""
+        shape = (self.shape[0], self.shape[1], width)
+        folder = self._spill_folder
+        return HiddenStates(shape, dtype=self.dtype, device=self.device, limit=self._limit, spill_folder=folder)
+
+    def copy(self) -> "HiddenStates":
         """Another buffer with the same values."""
-        other = HiddenStates(
-            self.shape, dtype=self.dtype, device=self.device, limit=self._limit, spill_folder=spill_folder
-        )
+        other = self.like(self.shape[2])
         for start, stop in self.ranges():
             other.write(start, stop, self.read(start, stop))
         return other

@@ -41,7 +41,11 @@ def inspect_packed(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     sizes, block_bits = _shards(folder, manifest, verify)
-    linears = [_linear(name, entry, sizes, block_bits, manifest) for name, entry in manifest.linears.items()]
+    notes = {note["linear"]: note for note in manifest.layers}
+    linears = [
+        _linear(name, entry, sizes, block_bits.get(name), notes.get(name, {}))
+        for name, entry in manifest.linears.items()
+    ]
     recipe = manifest.recipe
     sixteen = sum(2 * entry.in_features * entry.out_features for entry in manifest.linears.values())
     packed_bytes = sum(row["bytes"] for row in linears)
@@ -122,10 +126,9 @@ WIDTH = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}  # bytes an 
 
 
 def _linear(
-    name: str, entry: LinearEntry, sizes: dict[str, int], block_bits: dict[str, list[int]], manifest: Manifest
+    name: str, entry: LinearEntry, sizes: dict[str, int], bits: list[int] | None, note: dict[str, Any]
 ) -> dict[str, Any]:
-    bits = block_bits.get(name, [16])  # a head that shares an 8-bit embedding stores none of its own
-    note = next((note for note in manifest.layers if note["linear"] == name), {})
+    bits = bits or [16]  # a head that shares an 8-bit embedding stores none of its own
     errors = note.get("relative_output_error", {})
     perm = "in the producer's rows" if entry.folded else "gathered" if f"{name}.perm" in sizes else "none"
     return {

@@ -9,6 +9,8 @@ page's tokens alone, and quantizing them again gives the same codes. A cache tha
 layer to the keys it hands over (`PAGED`), and answers for the attention.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,13 +22,30 @@ from comet_cuda.kv4_append import quantize_key_page, quantize_tokens
 PAGED = "comet_layer"  # attribute of a key tensor that holds only new tokens: the cache layer that holds the others
 
 
-def attention_name(spec: KVCacheSpec) -> str:
-    """The name under which transformers finds the attention of this cache; registers it at first use."""
-    if spec.bits == 16:
-        return "sdpa"
-    from transformers import AttentionInterface, AttentionMaskInterface
+def sixteen_name(config: Any) -> str:
+    """The name of the attention of a 16-bit cache for models of this config: sdpa, or ours where the family caps its
+    scores (Gemma 2), which sdpa cannot."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    name = f"comet-kv{spec.bits}-{spec.key_granularity}-page{spec.page}-sinks{spec.sinks}"
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True):
+        return "sdpa"
+    return _registered("comet-kv16", None)
+
+
+def attention_name(spec: KVCacheSpec, config: Any) -> str:
+    """The name under which transformers finds the attention of this cache; registers it at first use.
+
+    Args:
+        config: of the model that will use it.
+    """
+    if spec.bits == 16:
+        return sixteen_name(config)
+    return _registered(f"comet-kv{spec.bits}-{spec.key_granularity}-page{spec.page}-sinks{spec.sinks}", spec)
+
+
+def _registered(name: str, spec: KVCacheSpec | None) -> str:
+    """Enter the attention of a cache (None: 16 bit) under `name`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(
         module: nn.Module,
@@ -42,34 +61,43 @@ def attention_name(spec: KVCacheSpec) -> str:
     ) -> tuple[Tensor, None]:
         if s_aux is not None:
             raise CometError(
-                f"{type(module).__name__}: learned attention sinks are not supported with a 4-bit KV cache"
+                f"{type(module).__name__}: attention with learned sinks is not supported", "use another model"
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         paged = getattr(key, PAGED, None)
         if paged is not None:
             out = paged.attend(query, key, value, attention_mask, scale, softcap or 0.0, sliding_window or 0)
+        elif spec is None:
+            assert attention_mask is not None
+            out = attend(query, key, value, attention_mask, scale, softcap or 0.0)
         else:
             out = kv4_attention(query, key, value, attention_mask, spec, scale, softcap or 0.0)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask_with_starts)
+    AttentionMaskInterface.register(name, _mask if spec is None else _mask_with_starts)
     return name
+
+
+def _mask(*args: object, **kwargs: object) -> Tensor:
+    """transformers' boolean mask [B, 1, Q, KV], always built."""
+    from transformers.masking_utils import sdpa_mask
+
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = sdpa_mask(*args, **kwargs)  # type: ignore[arg-type, assignment]
+    return mask
 
 
 def _mask_with_starts(
     *args: object, attention_mask: Tensor | None = None, kv_offset: int = 0, **kwargs: object
 ) -> Tensor:
-    """transformers' boolean mask [B, 1, Q, KV], always built, with each sequence's first real column attached."""
-    from transformers.masking_utils import sdpa_mask
-
+    """`_mask` with each sequence's first real column attached."""
     if kv_offset:
         raise CometError(
             "the KV cache dropped its oldest keys (sliding window), so the pages of a 4-bit cache cannot be told apart",
             "pass past_key_values=DynamicCache(), which keeps every key",
         )
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)  # type: ignore[arg-type, assignment, misc]
+    mask = _mask(*args, attention_mask=attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.dim() == 2:
         starts, real = attention_mask.to(torch.uint8).argmax(1), attention_mask.sum(1)
         mask.comet_starts = starts.tolist()  # type: ignore[attr-defined]

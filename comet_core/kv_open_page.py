@@ -7,6 +7,8 @@ that the cache stores. Complete pages, values and sinks follow the rule. This is
 not a cache that anybody would build.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +20,10 @@ from comet_cuda.kv4_append import KV_BITS, PARAM_DTYPE, quantize_tokens
 ELEMENTS_AT_ONCE = 1 << 25  # of keys quantized for one query each, float32
 
 
-def open_page_attention_name(spec: KVCacheSpec) -> str:
-    """The name of this attention in transformers' registry; that of the rule where the cache is in 16 bit."""
-    rule = attention_name(spec)
+def open_page_attention_name(spec: KVCacheSpec, config: Any) -> str:
+    """The name of this attention in transformers' registry; that of the rule where the cache is in 16 bit. `config`: of
+    the model that will use it."""
+    rule = attention_name(spec, config)
     if spec.bits == 16:
         return rule
     from transformers import AttentionInterface, AttentionMaskInterface

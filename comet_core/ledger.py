@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from comet_core.calibration import Calibration
+from comet_core.experts import expert_of, list_experts
 from comet_core.model_card import model_card
 from comet_core.model_source import ModelSource
 from comet_core.packed import FORMAT_VERSION, MANIFEST, STARTED, LinearEntry, Manifest, manifest_json
@@ -114,8 +115,20 @@ class Ledger:
                 for note in self.notes
                 if note.get("method") == "rtn" and "gptq" in note["relative_output_error"]
             ),
-            warnings=tuple(f"{note['linear']}: {note['warning']}" for note in self.notes if "warning" in note),
+            warnings=tuple(_warnings(self.notes)),
         )
+
+
+def _warnings(notes: list[dict[str, Any]]) -> list[str]:
+    """What went wrong, by linear; experts of one layer share a line."""
+    lines: list[str] = []
+    experts: dict[str, list[str]] = {}
+    for note in (note for note in notes if "warning" in note):
+        if expert_of(note["linear"]):
+            experts.setdefault(note["warning"], []).append(note["linear"])
+        else:
+            lines.append(f"{note['linear']}: {note['warning']}")
+    return lines + [f"{where}: {text}" for text, names in experts.items() for where in list_experts(names)]
 
 
 def _copy_tokenizer(folder: Path | None, out: Path) -> None:

@@ -33,10 +33,12 @@ class Moments:
         columns, device = BLOCK * len(plan.block_bits), plan.block_bits.device
         self.hessian = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self.gap = torch.zeros_like(self.hessian) if with_gap else None
+        self.tokens = 0
         self._weighting = TOKEN_WEIGHTS[token_weighting]
 
     def add(self, seen: Tensor, wanted: Tensor | None = None, times: Tensor | None = None) -> None:
         """Rows f32 [T, NB * 128], of which each counts `times` [T] its weight."""
+        self.tokens += len(seen)
         root = self._weighting(seen)[:, None]
         if times is not None:
             root = root * times.sqrt()[:, None]

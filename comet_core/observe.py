@@ -42,6 +42,12 @@ class ChannelStats:
         rows = torch.linspace(0, x.shape[0] - 1, min(keep, x.shape[0]), device=x.device).round().long()
         return cls(x.shape[0], x.abs().amax(0), weighted.sum(0), x[rows].clone())
 
+    @classmethod
+    def none(cls, channels: int) -> "ChannelStats":
+        """Statistics of no rows: of an expert that no token reaches."""
+        zeros = torch.zeros(channels)
+        return cls(0, zeros, zeros.double(), torch.zeros(0, channels))
+
     def merge(self, other: "ChannelStats") -> "ChannelStats":
         """Statistics of both token sets together."""
         return ChannelStats(
@@ -60,7 +66,7 @@ def observe(layer: nn.Module, groups: Sequence[LinearGroup], keep: int) -> Itera
         layer: a materialized layer. groups: its groups. keep: sample rows kept per forward.
 
     Yields:
-        stats by the name of the group's first linear, filled as the layer runs.
+        stats by the name of the group's first linear, filled as the layer runs; none where no token came.
     """
     stats: dict[str, ChannelStats] = {}
     linears = layer_linears(layer)

@@ -57,7 +57,7 @@ def report_outliers(group: str, stats: ChannelStats, threshold: float) -> Outlie
     alive = absmax[absmax > 0]
     median = float(alive.median()) if len(alive) else 0.0
     cutoff = threshold * median
-    beyond = stats.sample.abs() > cutoff if median else torch.zeros_like(stats.sample, dtype=torch.bool)
+    beyond = stats.sample.abs() > cutoff if median else torch.zeros(1, channels, dtype=torch.bool)
     count = int(is_outlier.sum())
     pad = num_blocks(channels) * BLOCK - channels
     holds = torch.nn.functional.pad(is_outlier, (0, pad)).view(-1, BLOCK).any(1)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from comet_core.calibrate import embed_windows
 from comet_core.calibration import Calibration, GroupPlan
-from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows
+from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows, put_tensor, stored_buffers
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
-from comet_core.kv_cache import attention_name
+from comet_core.kv_cache import attention_name, sixteen_name
 from comet_core.ledger import Ledger, PackedInfo
 from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
 from comet_core.model_source import ModelSource
@@ -38,18 +38,10 @@ from comet_core.packed import (
 )
 from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
-from comet_core.quantize_group import (
-    OutputMemo,
-    Sixteen,
-    Windows,
-    memo_bytes,
-    needs_sixteen,
-    needs_windows,
-    quantize_group,
-    sixteen_layer,
-)
+from comet_core.quantize_group import needs_sixteen, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest
 from comet_core.shards import INDEX, read_shard, shard_name, write_atomic, write_shard
+from comet_core.windows import OutputMemo, Sixteen, Windows, memo_bytes, sixteen_layer
 from comet_cuda.errors import CometError
 
 
@@ -69,7 +61,8 @@ class PackJob:
     ) -> None:
         self.source, self.calibration, self.recipe, self.out = source, calibration, recipe, out
         self.progress, self.limit_share = progress, limit_share
-        self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention_name(recipe.kv_cache))
+        attention = attention_name(recipe.kv_cache, source.config)
+        self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention)
         self.count = len(self.decoder.layers) + 1  # shards
         self.ledger = Ledger()
         self._check_groups()
@@ -89,7 +82,7 @@ class PackJob:
         names = self._quantized_names()
         hidden16 = None
         if any(needs_sixteen(self.recipe.for_linear(name).weights) for name in names):
-            hidden16 = hidden.copy(self.out)
+            hidden16 = hidden.copy()
         for _, module in self.decoder.non_layer_modules():
             self.decoder.unload(module)
         by_layer: dict[int, list[GroupPlan]] = {}
@@ -107,7 +100,9 @@ class PackJob:
                 if not self.shard(index).exists() or (needed and hidden16 is not None):
                     self._fold(self.decoder.load_layer(index), by_layer[index])
                 if needed and hidden16 is not None:
-                    sixteen = Sixteen(hidden16, sixteen_layer(self.decoder.layers[index]), memo())
+                    sixteen = Sixteen(
+                        hidden16, sixteen_layer(self.decoder.layers[index], sixteen_name(self.source.config)), memo()
+                    )
                 windows = Windows(hidden, layer_calls, len(tokens), memo(), sixteen)
                 if self.shard(index).exists():
                     layer = self._reload_layer(index, needed=needed)
@@ -249,7 +244,7 @@ class PackJob:
         linears = layer_linears(layer)
         packed = {name for item in groups for name in item.quantized}
         kept = {name: p for name, p in layer.named_parameters() if name.rpartition(".")[0] not in packed}
-        rounded = {name: sixteen_bit(p) for name, p in kept.items()}
+        rounded = {name: sixteen_bit(p) for name, p in kept.items()} | stored_buffers(layer)
         self._put_sixteen(layer, "", rounded)  # as a later run will find them
         tensors: dict[str, Tensor] = {}
         entries: dict[str, dict[str, Any]] = {}
@@ -277,18 +272,16 @@ class PackJob:
                     )
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
                     replace_linear(layer, name, leaves, plan.hadamard, plan.share)
-        tensors |= {f"{prefix}.{name}": sixteen_bit(parameter) for name, parameter in layer.named_parameters()}
+        tensors |= {f"{prefix}.{name}": tensor for name, tensor in rounded.items()}
         shard_notes = {"linears": entries, "layers": notes}
         write_shard(self.shard(index), tensors, shard_notes)
         self.ledger.record(self.shard(index), tensors, shard_notes)
         return layer
 
     def _put_sixteen(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
-        """Set parameters that stay unquantized, by name after `prefix`, in the type of the computation."""
+        """Set what stays unquantized, by name after `prefix`, in the type of the computation."""
         for name, tensor in tensors.items():
-            owner, _, leaf = name.removeprefix(prefix).rpartition(".")
-            value = tensor.to(self.decoder.device, self.decoder.dtype)
-            setattr(layer.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+            put_tensor(layer, name.removeprefix(prefix), tensor.to(self.decoder.device), self.decoder.dtype)
 
     def _device_plan(self, item: GroupPlan) -> BlockPlan:
         device = self.decoder.device

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.calibration import BROKEN
-from comet_core.decoder import all_finite, build_empty, is_tied
+from comet_core.decoder import all_finite, build_empty, is_tied, put_tensor, stored_buffers
 from comet_core.kv_cache import attention_name
 from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
 from comet_core.recipe import Recipe, recipe_from_dict
@@ -254,6 +254,7 @@ def load_packed(
     model = _empty_model(folder, manifest, dtype)
     for name in manifest.linears:
         linear_of(model, name, name)
+    buffers = set(stored_buffers(model))
     seen: set[str] = set()
     for shard in shard_files(folder):
         tensors, _ = read_shard(shard)
@@ -270,7 +271,7 @@ def load_packed(
             _assign(model, name, tensor, dtype)
     if is_tied(model) and manifest.embedding_bits == 16:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    missing = sorted(set(manifest.sha256) - seen)
+    missing = sorted((set(manifest.sha256) | buffers) - seen)
     missing += [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise CometError(f"{folder}: {missing[0]} and {len(missing) - 1} other tensors are missing", DAMAGED)
@@ -293,7 +294,7 @@ def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype) -> nn.Mod
         if not 0 <= (layers := config.get_text_config().num_hidden_layers) <= MOST_LAYERS:
             raise ValueError(f"num_hidden_layers is {layers}")
         del config.quantization_config
-        return build_empty(config, attention_name(manifest.recipe.kv_cache), dtype)
+        return build_empty(config, attention_name(manifest.recipe.kv_cache, config), dtype)
     except Exception as error:  # unknown model types and values out of range raise many kinds
         first = (str(error).splitlines() or [""])[0]
         raise CometError(
@@ -330,7 +331,8 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
     owner, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(owner)
-        current = module.get_parameter(leaf)
+        buffers = stored_buffers(module)
+        current = buffers[leaf] if leaf in buffers else module.get_parameter(leaf)
     except AttributeError as error:
         raise CometError(f"{name}: the model of config.json has no such parameter", DAMAGED) from error
     if tuple(current.shape) != tuple(tensor.shape):
@@ -339,4 +341,4 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> 
         )
     if not tensor.is_floating_point() or not all_finite(tensor):
         raise CometError(f"{name}: holds {tensor.dtype} values that are not all finite floats", DAMAGED)
-    setattr(module, leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))
+    put_tensor(module, leaf, tensor, dtype)

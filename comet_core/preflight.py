@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from comet_core.calibration import heat_map
-from comet_core.decoder import find_layers
+from comet_core.decoder import find_layers, layer_linears
+from comet_core.experts import separate_experts
 from comet_core.host_memory import forget_peak, peak_memory, trim
 from comet_core.model_source import ModelSource
 from comet_core.progress import SilentProgress, Task
@@ -75,9 +76,10 @@ def _linear_names(source: ModelSource) -> set[str]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source.config)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(source.config)  # type: ignore[no-untyped-call]
+        separate_experts(model)
     prefix, layers = find_layers(model)
-    return {f"{prefix}.{name}" for name, part in layers.named_modules() if isinstance(part, torch.nn.Linear)}
+    return {f"{prefix}.{name}" for name in layer_linears(layers)}
 
 
 def require_disk(folder: Path, wanted: int, what: str) -> None:

@@ -25,6 +25,7 @@ from comet_core.progress import Progress
 from comet_core.recipe import TransformSpec
 from comet_core.rotate_model import rotated
 from comet_core.smooth import AWQ_ROWS, METHODS, InputSums
+from comet_cuda.errors import CometError
 from comet_cuda.folders import cache_dir
 
 SMOOTH_WINDOWS = 32  # calibration windows that scales are read from
@@ -43,8 +44,15 @@ def transformed(
         tokens: calibration windows int64 [windows, length]. device, dtype: of the computation.
 
     Errors:
-        CometError if the family cannot carry the rotation.
+        CometError if the family cannot carry the rotation, or has experts.
     """
+    wanted = {"rotate": spec.rotate, "smooth": spec.smooth, "clip": spec.clip}
+    for key, value in wanted.items():
+        if value != "none" and source.parameters.file_names is not None:
+            raise CometError(
+                f"{source.name}: transform.{key} is {value}, which does not know mixtures of experts",
+                f"set transform.{key} to none, or take a recipe without it, such as w4a4kv4",
+            )
     if spec.rotate != "none":
         progress.log(f"rotate: {source.name}")
         source = rotated(source, tokens, device=device)

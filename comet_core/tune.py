@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comet_core.kv_cache import fake_quantize_keys, fake_quantize_values
+from comet_core.kv_cache import attend, fake_quantize_keys, fake_quantize_values
 from comet_core.linear import W4AxLinear
 from comet_core.progress import Progress
 from comet_core.recipe import KVCacheSpec, TuningSpec
@@ -169,6 +169,10 @@ def _straight_attention(model: nn.Module, spec: KVCacheSpec) -> None:
         query, key = query.to(value.dtype), key.to(value.dtype)  # norms of heads are trained in float32
         if spec.bits == 4:
             key, value = _straight_pages(key, spec), _straight_values(value, spec)
+        if softcap := options.get("softcap"):
+            if attention_mask is None:
+                attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+            return attend(query, key, value, attention_mask, options["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register(name, attention)

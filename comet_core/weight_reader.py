@@ -1,15 +1,16 @@
 """A model's config -> the parameters it must have, and readers that hand them out one at a time under those names.
 
-The names are those of the transformers model's own state_dict, whatever prefix the files use, so that later code can
-put a tensor into the model without knowing where it came from. Every parameter's presence, shape and dtype is checked
-when the reader is made: minutes before the first layer, not hours after.
+The names are those of the transformers model's own state_dict with its experts taken apart (experts.py), whatever the
+files use, so that later code can put a tensor into the model without knowing where it came from. Every parameter's
+presence, shape and dtype is checked when the reader is made: minutes before the first layer, not hours after.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from comet_core.safetensors_files import FLOAT_DTYPES, StoredTensor, find_tensors, load_tensor, same_bytes, wrong_dtype
 from comet_cuda.errors import CometError
@@ -45,16 +46,19 @@ class ParameterTable:
     tied: dict[str, str]  # tied key -> the key whose tensor it shares
     norms: frozenset[str]  # weights of normalization modules
     base_prefix: str  # name of the inner model, usually "model"
+    file_names: Callable[[str], str] | None = None  # name in the files -> key, where the model has experts
 
 
 def parameter_table(config: "PretrainedConfig") -> ParameterTable:
-    """Builds the model without memory (meta device) and lists its parameters.
+    """Builds the model without memory (meta device), its experts taken apart, and lists its parameters.
 
     Raises:
         CometError: transformers cannot build a causal LM from this config.
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from comet_core.experts import file_names, layer_experts, separate_experts
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
@@ -64,7 +68,8 @@ def parameter_table(config: "PretrainedConfig") -> ParameterTable:
         )
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            separate_experts(model)
     except Exception as error:  # whatever a model's constructor raises on odd values
         raise CometError(
             f"no causal language model can be built from this {config.model_type} config: {error}",
@@ -74,11 +79,34 @@ def parameter_table(config: "PretrainedConfig") -> ParameterTable:
     tied = {k: v for k, v in model.all_tied_weights_keys.items() if k in state} if config.tie_word_embeddings else {}
     norms = frozenset(f"{name}.weight" for name, module in model.named_modules() if "Norm" in type(module).__name__)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
-    return ParameterTable(shapes, tied, norms & set(shapes), model.base_model_prefix)
+    names = file_names(model) if layer_experts(model) else None
+    return ParameterTable(shapes, tied, norms & set(shapes), model.base_model_prefix, names)
+
+
+def _separated(stored: Mapping[str, StoredTensor], file_names: Callable[[str], str]) -> dict[str, StoredTensor]:
+    """The stored tensors under the names of a model whose experts are separate; a stack becomes its slices."""
+    from comet_core.experts import STACKS
+
+    found = {}
+    for name, tensor in stored.items():
+        key = file_names(name)
+        owner, _, leaf = key.rpartition(".")
+        parts = STACKS.get(leaf, ())
+        if not parts or len(tensor.shape) != 3 or tensor.shape[1] % len(parts) or not tensor.nbytes:
+            found[key] = tensor
+            continue
+        count, rows, columns = tensor.shape
+        nbytes = tensor.nbytes // (count * len(parts))
+        for number, (index, part) in enumerate(product(range(count), parts)):
+            begin, shape = tensor.begin + number * nbytes, (rows // len(parts), columns)
+            found[f"{owner}.{index}.{part}.weight"] = StoredTensor(tensor.file, tensor.dtype, shape, begin, nbytes)
+    return found
 
 
 def _renamed(stored: Mapping[str, StoredTensor], table: ParameterTable) -> dict[str, StoredTensor]:
     """The stored tensors under state_dict keys: the prefix rule that covers most of them."""
+    if table.file_names is not None:
+        stored = _separated(stored, table.file_names)
     wanted = {**table.shapes, **table.tied}
     base = f"{table.base_prefix}."
     rules = [("", ""), ("", base), (base, "")]

@@ -96,7 +96,7 @@ def harness(subject: Subject, open_page: str = "16bit") -> Any:
                 return logits.float()
 
     if open_page == "4bit":
-        subject.model.set_attn_implementation(open_page_attention_name(subject.kv_cache))  # type: ignore[operator]
+        subject.model.set_attn_implementation(open_page_attention_name(subject.kv_cache, subject.model.config))  # type: ignore[operator]
     return Harness(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=1)
 
 

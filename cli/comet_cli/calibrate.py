@@ -100,16 +100,32 @@ def run(source: "ModelSource", recipe: "Recipe", folder: Path, device: str, dtyp
     console.talk(f"calibration: {folder}\nheat map:    {picture}")
 
 
+SHARES = ("outlier_features", "outlier_channels", "consistency", "blocks_before", "blocks_after")
+
+
+def by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reports with all experts of a layer in one row: their highest peak, their mean shares."""
+    from comet_core.experts import any_expert
+
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["layer"], any_expert(row["group"])), []).append(row)
+    return [
+        {**same[0], "group": group, "peak": max(row["peak"] for row in same)}
+        | {share: sum(row[share] for row in same) / len(same) for share in SHARES}
+        for (_, group), same in found.items()
+    ]
+
+
 def report(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Outlier reports as table rows, shares in percent."""
-    shares = ("outlier_features", "outlier_channels", "consistency", "blocks_before", "blocks_after")
     return [
         {
             "layer": str(row["layer"]),
-            "input of": str(row["group"]).rpartition(".")[2],
+            "input of": ("experts' " if "*" in row["group"] else "") + str(row["group"]).rpartition(".")[2],
             "channels": str(row["channels"]),
             "peak / median": f"{row['peak']:,.1f}",
-            **{share.replace("_", " "): f"{100 * row[share]:.2f}%" for share in shares},
+            **{share.replace("_", " "): f"{100 * row[share]:.2f}%" for share in SHARES},
         }
-        for row in rows
+        for row in by_layer(rows)
     ]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comet_core.experts import expert_of
 from comet_core.ledger import TOKENIZER_FILES
 from comet_core.packed import LinearEntry, Manifest, check_linear, read_manifest, split_linear_tensors
 from comet_core.plan import BlockPlan
@@ -59,7 +60,7 @@ def export(folder: Path, out: Path, *, requantize: bool = False, contiguous: boo
         contiguous: write no weight_g_idx; linears whose channels are gathered are rounded anew.
 
     Errors:
-        CometError for rotated weights without `requantize`, 8-bit weights, or an output folder that is in use.
+        CometError for rotated weights without `requantize`, 8-bit weights, experts, or an output folder that is in use.
     """
     manifest = read_manifest(folder)
     _refuse(manifest, requantize)
@@ -149,6 +150,11 @@ def _group_size(name: str, width: int) -> int:
 
 def _refuse(manifest: Manifest, requantize: bool) -> None:
     layers = {name: entry for name, entry in manifest.linears.items() if not (entry.weight_bits == 8 and entry.folded)}
+    if experts := [name for name in layers if expert_of(name)]:
+        raise CometError(
+            f"{experts[0]}: is part of an expert, and programs that read this format each want experts in another way",
+            "open the packed folder itself: comet eval, or transformers with `import comet_core`",
+        )
     wide = [name for name, entry in layers.items() if entry.weight_bits != 4]
     if wide:
         raise CometError(f"{wide[0]}: has 8-bit weights, only 4-bit ones are exported", "use a recipe of 4-bit weights")

@@ -47,6 +47,7 @@ class CometHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
+        from comet_core.experts import separate_experts
         from comet_core.kv_cache import attention_name
         from comet_core.packed import read_manifest
 
@@ -58,7 +59,8 @@ class CometHfQuantizer(HfQuantizer):  # type: ignore[misc]
         folder = Path(checkpoint_files[0]).parent
         _fetch_manifest(model.config, folder)
         self.manifest = read_manifest(folder)
-        model.set_attn_implementation(attention_name(self.manifest.recipe.kv_cache))  # type: ignore[operator]
+        model.set_attn_implementation(attention_name(self.manifest.recipe.kv_cache, model.config))  # type: ignore[operator]
+        separate_experts(model)
         with torch.device("cpu"):
             stored = _Stored(checkpoint_files)
             stored.agree_with(self.manifest.sha256, folder)
@@ -85,6 +87,10 @@ class CometHfQuantizer(HfQuantizer):  # type: ignore[misc]
         _bind(model, "generate", _generate)
         _bind(model, "save_pretrained", _save_pretrained)
         return model
+
+    def update_weight_conversions(self, *_: Any, **__: Any) -> list[Any]:
+        """None: a packed folder names its tensors as the model does, experts one by one."""
+        return []
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What is saved: a tied 8-bit head shares the embedding's codes, which are stored once."""
@@ -277,7 +283,7 @@ def _register() -> None:
         register_quantizer(METHOD)(CometHfQuantizer)
 
     def no_experts(*_: object, **__: object) -> None:
-        raise CometError("packed models have no experts")
+        raise CometError("packed models have no stacked experts")
 
     ExpertsInterface.register(GUARD, no_experts)
 

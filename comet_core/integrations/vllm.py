@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from comet_core.experts import expert_of
 from comet_core.integrations.tensor_parallel import common_entry
 from comet_core.packed import MANIFEST, Manifest, read_manifest
 from comet_cuda.errors import CometError
@@ -71,6 +72,8 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
         recipe = self.manifest.recipe
         if self.manifest.embedding_bits == 8 or any(e.weight_bits == 8 for e in self.manifest.linears.values()):
             raise CometError(f"{model_name}: vLLM cannot serve 8-bit weights or embeddings", "pack them in 4 or 16 bit")
+        if any(expert_of(name) for name in self.manifest.linears):
+            raise CometError(f"{model_name}: vLLM cannot serve packed experts yet", "open it with transformers")
         if recipe.activations.bits == 16:
             raise CometError(
                 f"{model_name}: its activations are 16 bit, for which vLLM has faster kernels of its own",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,19 +21,14 @@ def comet(*arguments: str) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
     """A working folder that holds `tiny`, a Llama of two layers with a byte tokenizer, and `text.txt`."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     home = tmp_path_factory.mktemp("road")
     (home / "text.txt").write_text(TEXT * 60)
-    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<eos>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(home / "tiny")
+    byte_tokenizer.save_pretrained(home / "tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,

@@ -44,11 +44,18 @@ def llama(**changes: Any) -> Any:
     return LlamaConfig(**(shapes | changes))
 
 
-def save_model(folder: Path, config: Any, factors: dict[str, float] | None = None) -> Path:
+def save_model(
+    folder: Path,
+    config: Any,
+    factors: dict[str, float] | None = None,
+    change: Callable[[Any], None] | None = None,
+    **how: Any,
+) -> Path:
     """A float32 model whose norms are not all ones, so nothing is stored exactly by luck; with tokenizer and text.
 
     Args:
-        factors: by parameter name, what its random values are multiplied by.
+        factors: by parameter name, what its random values are multiplied by. change: does more to the model.
+        how: options of save_pretrained.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -61,7 +68,9 @@ def save_model(folder: Path, config: Any, factors: dict[str, float] | None = Non
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             parameter.mul_((factors or {}).get(name, 1.0))
-    model.save_pretrained(folder)
+        if change is not None:
+            change(model)
+    model.save_pretrained(folder, **how)
     alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "<eos>": 256}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -90,13 +99,13 @@ def through(source: "ModelSource", recipe: "Recipe", home: Path) -> Packed:
 
 @pytest.fixture(scope="session")
 def put_through(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
-    """(config, recipe or its name, factors of `save_model`) -> a saved random model, calibrated and packed."""
+    """(config, recipe or its name, options of `save_model`) -> a saved random model, calibrated and packed."""
     from comet_core.model_source import resolve_model
     from comet_core.recipe import load_recipe
 
-    def run(config: Any, recipe: Any = "w4a4kv4", factors: dict[str, float] | None = None) -> Packed:
+    def run(config: Any, recipe: Any = "w4a4kv4", factors: dict[str, float] | None = None, **how: Any) -> Packed:
         home = tmp_path_factory.mktemp("tiny")
-        folder = save_model(home / "model", config, factors)
+        folder = save_model(home / "model", config, factors, **how)
         recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
         return through(resolve_model(str(folder)), short(recipe, folder), home)
 

@@ -84,7 +84,7 @@ def tiny_model(name: str, **changes: object) -> torch.nn.Module:
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding_changes_nothing(side: str) -> None:
-    model = tiny_model(attention_name(KVCacheSpec(page=16, sinks=4)))
+    model = tiny_model(attention_name(KVCacheSpec(page=16, sinks=4), None))
     long, short = torch.randint(0, 97, (1, 60)), torch.randint(0, 97, (1, 41))
     pad = torch.zeros(1, 19, dtype=torch.long)
     padded = torch.cat((pad, short) if side == "left" else (short, pad), 1)
@@ -105,7 +105,7 @@ def test_generation_equals_one_shot_scoring() -> None:
     """Greedy tokens from cached decoding are the ones that a full forward prefers."""
     from transformers import DynamicCache
 
-    model = tiny_model(attention_name(KVCacheSpec(page=16, sinks=4)))
+    model = tiny_model(attention_name(KVCacheSpec(page=16, sinks=4), None))
     from comet_core.evaluate import cache_argument
 
     prompt = torch.randint(0, 97, (1, 30))
@@ -119,7 +119,7 @@ def test_generation_equals_one_shot_scoring() -> None:
 def test_a_cache_that_drops_keys_is_refused() -> None:
     from transformers import AttentionMaskInterface
 
-    mask_function = AttentionMaskInterface()[attention_name(KVCacheSpec())]
+    mask_function = AttentionMaskInterface()[attention_name(KVCacheSpec(), None)]
     with pytest.raises(CometError, match="sliding window"):
         mask_function(batch_size=1, q_length=1, kv_length=8, q_offset=20, kv_offset=12)
 
