@@ -55,8 +55,13 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
           float h[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const float a = channel_of(x[i][t], j), b = channel_of(other[i][t], j);
-            h[j] = FUSE == 2 ? __fmul_rn(rounded(sigmoid_times(a)), b) : add ? rounded(__fadd_rn(a, b)) : a;
+            const float a = channel_of(x[i][t], j);
+            h[j] = FUSE == 2 ? sigmoid_times(a) : add ? __fadd_rn(a, channel_of(other[i][t], j)) : a;
+          }
+          if (FUSE == 2 || add) round_all(h);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (FUSE == 2) h[j] = __fmul_rn(h[j], channel_of(other[i][t], j));
             squares[t] = fmaf(h[j], h[j], squares[t]);
           }
           make_four(h, x[i][t]);
@@ -100,8 +105,10 @@ __device__ __forceinline__ void stage_rows(const Params& p, char* shared, int to
       for (int t = 0; t < TOKENS; ++t) {
         float h[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          h[i] = __fmul_rn(channel_of(w, i), rounded(__fmul_rn(staged(shared, c + i, t), inverse[t])));
+        for (int i = 0; i < 4; ++i) h[i] = __fmul_rn(staged(shared, c + i, t), inverse[t]);
+        round_all(h);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) h[i] = __fmul_rn(channel_of(w, i), h[i]);
         make_four(h, x[t]);
       }
       stage_four(shared, c, x);

@@ -58,9 +58,12 @@ struct Source {
     if (FUSE == 0 || (FUSE == 1 && !has_other)) return;
     float h[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      h[i] = FUSE == 2 ? __fmul_rn(rounded(sigmoid_times(channel_of(a, i))), channel_of(b, i))
-                       : __fadd_rn(channel_of(a, i), channel_of(b, i));
+    for (int i = 0; i < 4; ++i) h[i] = FUSE == 2 ? sigmoid_times(channel_of(a, i)) : __fadd_rn(channel_of(a, i), channel_of(b, i));
+    if (FUSE == 2) {
+      round_all(h);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) h[i] = __fmul_rn(h[i], channel_of(b, i));
+    }
     make_four(h, a);
   }
 };
@@ -232,12 +235,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(con
   for (int first = blockIdx.y * kWarps; first < p.NB; first += gridDim.y * kWarps) { // the same for all warps
     float v[4];
     if constexpr (GATHER) {
+      float weight[4];
       const int index[4] = {info.index.x, info.index.y, info.index.z, info.index.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t cell = row[index[i]];
         v[i] = E::half_to_float(cell, 0);
-        if (FUSE == 1) v[i] = rounded(__fmul_rn(E::half_to_float(cell, 1), rounded(__fmul_rn(v[i], inverse))));
+        if (FUSE == 1) v[i] = __fmul_rn(v[i], inverse), weight[i] = E::half_to_float(cell, 1);
+      }
+      if constexpr (FUSE == 1) {
+        round_all(v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = __fmul_rn(weight[i], v[i]);
+        round_all(v);
       }
     } else {
       Four a, b;

@@ -279,8 +279,8 @@ __device__ __forceinline__ void sum_row(const Params& p, const Ring& ring, int s
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t r = part(more, i);
-        w[i] = E::from_float(__fadd_rn(E::half_to_float(w[i], 0), E::half_to_float(r, 0))) |
-               E::from_float(__fadd_rn(E::half_to_float(w[i], 1), E::half_to_float(r, 1))) << 16;
+        w[i] = E::pair_of(__fadd_rn(E::half_to_float(w[i], 0), E::half_to_float(r, 0)),
+                          __fadd_rn(E::half_to_float(w[i], 1), E::half_to_float(r, 1)));
       }
       eight = make_uint4(w[0], w[1], w[2], w[3]);
       store_shared_8(x + c * E::kBytes, eight.x, eight.y);
@@ -312,19 +312,24 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
   place.read(v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
   if constexpr (FUSE == 1) {
 #pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], inverse);
+    round_all(v);
+#pragma unroll
     for (int q = 0; q < 4; ++q) {
       const uint4 eight = load_shared_16(place.weights_at(ring, q));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& x = v[8 * q + i];
-        x = rounded(__fmul_rn(E::half_to_float(part(eight, i / 2), i % 2), rounded(__fmul_rn(x, inverse))));
-      }
+      for (int i = 0; i < 8; ++i) v[8 * q + i] = __fmul_rn(E::half_to_float(part(eight, i / 2), i % 2), v[8 * q + i]);
     }
+    round_all(v);
   } else if constexpr (FUSE == 2) {
     float up[kValues];
     place.read(up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] = rounded(__fmul_rn(rounded(sigmoid_times(v[i])), up[i]));
+    for (int i = 0; i < kValues; ++i) v[i] = sigmoid_times(v[i]);
+    round_all(v);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], up[i]);
+    round_all(v);
   }
 }
 

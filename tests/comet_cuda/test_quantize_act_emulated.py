@@ -33,9 +33,14 @@ SCALED = "emu::e4m3_pair(emu::mul_pair(emu::fma_pair({}, 0x78007800u, 0xA300A300
 PTX = (  # statement of the kernel -> what it means
     (r'asm volatile\("ld\.global\.nc\.f32 .*?"l"\((.*?)\)\);', r"unit = *(\1);"),
     (r'asm volatile\("" : .*?\);', ""),
-    (r'asm\("cvt\.rn\.bf16\.f32.*?\);', "h = emu::bf16(x);"),
+    (r'asm\("cvt\.rn\.bf16x2\.f32.*?\);', "pair = emu::bf16(low) | emu::bf16(high) << 16;"),
     (r'asm\("cvt\.f32\.f16.*?bits\)\)\);', "x = float(emu::half(bits));"),
-    (r'asm\("cvt\.rn\.f16\.f32.*?\);', "h = emu::hbits(_Float16(x));"),
+    (
+        r'asm\("cvt\.rn\.f16x2\.f32 %0, %1, %2;" : "=r"\(pair\) : "f"\(high\), "f"\(low\)\);',
+        "pair = emu::hbits(_Float16(low)) | emu::hbits(_Float16(high)) << 16;",
+    ),
+    (r'asm\("ex2\.approx.*?"f"\((.*?)\)\);', r"power = exp2f(\1);"),
+    (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(inverse\).*?\);', "inverse = emu::reciprocal(1.f + power);"),
     (r'asm volatile\("ld\.global\.nc\.L1::no_allocate\.v\d.*?"l"\(p\)\);', "v = *p;"),
     (r'asm\("dp2a\.lo.*?\);', "x += two & 0xFFFFu;"),
     (r'asm volatile\("st\.global\.v2.*?\);', "((uint32_t*)p)[0] = low, ((uint32_t*)p)[1] = high;"),

@@ -32,6 +32,7 @@ struct Float32 {
   __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits); }
   __device__ static float half_to_float(uint32_t bits, int) { return __uint_as_float(bits); }
   __device__ static uint32_t from_float(float x) { return __float_as_uint(x); }
+  __device__ static void round_pair(float&, float&) {}
 };
 struct BFloat16 {
   static constexpr int kBytes = 2;
@@ -39,10 +40,15 @@ struct BFloat16 {
   __device__ static float half_to_float(uint32_t pair, int half) { // one byte permutation, whichever half
     return __uint_as_float(__byte_perm(pair, 0, half ? 0x3244 : 0x1044));
   }
-  __device__ static uint32_t from_float(float x) {
-    uint16_t h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
+  __device__ static uint32_t pair_of(float low, float high) { // converting one alone takes the slow unit
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  __device__ static uint32_t from_float(float x) { return pair_of(x, 0.f); }
+  __device__ static void round_pair(float& a, float& b) {
+    const uint32_t pair = pair_of(a, b);
+    a = half_to_float(pair, 0), b = half_to_float(pair, 1);
   }
 };
 struct Float16 {
@@ -53,10 +59,15 @@ struct Float16 {
     return x;
   }
   __device__ static float half_to_float(uint32_t pair, int half) { return to_float(pair >> (16 * half)); }
-  __device__ static uint32_t from_float(float x) {
-    uint16_t h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
+  __device__ static uint32_t pair_of(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  __device__ static uint32_t from_float(float x) { return pair_of(x, 0.f); }
+  __device__ static void round_pair(float& a, float& b) {
+    const uint32_t pair = pair_of(a, b);
+    a = half_to_float(pair, 0), b = half_to_float(pair, 1);
   }
 };
 

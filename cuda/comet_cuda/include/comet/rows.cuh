@@ -35,13 +35,17 @@ template <typename T> __device__ __forceinline__ float channel_of(T four, int c)
   return E::to_float(c % 2 ? pair >> 16 : pair & 0xFFFFu);
 }
 __device__ __forceinline__ void make_four(const float (&x)[4], uint2& four) {
-  four.x = E::from_float(x[0]) | (E::from_float(x[1]) << 16);
-  four.y = E::from_float(x[2]) | (E::from_float(x[3]) << 16);
+  four.x = E::pair_of(x[0], x[1]);
+  four.y = E::pair_of(x[2], x[3]);
 }
 __device__ __forceinline__ void make_four(const float (&x)[4], uint4& four) {
   four = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
 __device__ __forceinline__ float rounded(float x) { return E::to_float(E::from_float(x)); }
+template <int N> __device__ __forceinline__ void round_all(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 2) E::round_pair(x[i], x[i + 1]);
+}
 
 // Four channels that lie `offset` bytes after `row`, of which `left` exist; zeros beyond.
 __device__ __forceinline__ Four load_four(const char* row, size_t offset, int left) {
