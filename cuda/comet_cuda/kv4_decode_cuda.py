@@ -53,7 +53,7 @@ def decode_tiles(dim: int, page: int, softcap: bool) -> DecodeTiles:
     """The compilation for heads of `dim` channels: what fits without spilling registers."""
     if dim == 128 and (page < 128 or softcap):
         return DecodeTiles(1, min(3, 1 + page // 32), 3)
-    return DecodeTiles(1, 2, {64: 5, 96: 4, 128: 4, 256: 2}[dim])
+    return DecodeTiles(1, 2, {64: 4, 96: 4, 128: 4, 256: 2}[dim])
 
 
 def plan_chunk(pairs: int, pages: int, sms: int) -> int:

@@ -17,10 +17,10 @@ from comet_cuda.jit import CompiledKernel, compile_kernel
 from comet_cuda.weight_layout import ROW_TILE, record_bytes
 
 SOURCE = "w4ax_gemm_sm90.cu"
-QUADS_SOURCE = "w4ax_gemm_quads_sm90.cu"  # for activations whose scales are shared in quads of blocks
+UNITS_SOURCE = "w4ax_gemm_units_sm90.cu"  # for many tokens
 ARCH = "sm_90a"
 TABLE = Path(__file__).with_name("tiles_sm90.json")
-FACTOR_SLOTS = 8  # of gemm_units_sm90.cuh
+FACTOR_SLOTS = 4  # of gemm_units_sm90.cuh
 ZERO_BYTES = 8192  # a row tile's zero points of 32 blocks, as halves
 SHARED_LIMIT = 232448  # bytes a cta may use: 227 KB
 OUT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -39,15 +39,19 @@ class Tiles:
     batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
     flight: int = 2  # products of a warpgroup under way at once
     zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
-    share: int = 1  # 4: the kernel for activations whose scales are shared in quads; takes zero_product
-    token_tiles: int = 1  # of `tokens`, a warpgroup and row tile (share 4)
-    turns: int = 0  # 1: the two warpgroups alternate at the tensor cores (share 4)
+    token_tiles: int = 1  # of `tokens`, a warpgroup: more than one in the kernel with units, which takes zero_product
+    share: int = 1  # 4: only for activations whose scales are shared in quads (units)
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
 
     @property
     def source(self) -> str:
-        return SOURCE if self.share == 1 else QUADS_SOURCE
+        return UNITS_SOURCE if self.units else SOURCE
+
+    @property
+    def units(self) -> bool:
+        """Is it the kernel whose sums stand in units of activation scales?"""
+        return self.token_tiles > 1
 
     @property
     def tile_tokens(self) -> int:
@@ -60,8 +64,7 @@ class Tiles:
     @property
     def consumer_registers(self) -> int:
         """What the register file leaves each consumer thread, in steps of 8, when producers keep what they need."""
-        large = self.row_tiles * self.tile_tokens > 192  # whose sums need all that there is
-        producer = 32 if self.share == 1 or large else 56
+        producer = (56 if self.tile_tokens <= 192 else 40) if self.units else 32
         return min(240, (self._registers_per_lane - producer) // self.row_wgs // 8 * 8)
 
     @property
@@ -74,23 +77,23 @@ class Tiles:
         return 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
 
     def stage_bytes(self, has_zero: bool) -> int:
-        meta, record = (8, record_bytes(has_zero)) if self.share == 1 else (0, record_bytes(False))
-        size = self.tile_tokens * (BLOCK + meta) + self.row_wgs * self.row_tiles * record
+        record = record_bytes(has_zero and not self.units)
+        size = self.tile_tokens * (BLOCK + 8) + self.row_wgs * self.row_tiles * record
         return -(-size // 1024) * 1024
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
         ring = self.stage_bytes(has_zero) * self.stages + 1024 + 16 * (self.stages + 2)
-        if self.share == 1:
+        if not self.units:
             return ring + 2 * self.tokens * BLOCK * self.zero_product
         terms, factors = self.tile_tokens * BLOCK, FACTOR_SLOTS * (4 * self.tile_tokens + 16)
         zeros = ZERO_BYTES * self.row_wgs * self.row_tiles
-        return ring + terms + factors + zeros + 512 * -(-self.tile_tokens // BLOCK)
+        return ring + terms + factors + zeros
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
         """Preprocessor definitions of `source`."""
-        more: dict[str, int | str] = {"TOKEN_TILES": self.token_tiles, "TURNS": self.turns}
-        return (more if self.share > 1 else {}) | {
+        more: dict[str, int | str] = {"TOKEN_TILES": self.token_tiles, "SHARE": self.share}
+        return (more if self.units else {}) | {
             "TOKENS": self.tokens,
             "ROW_WGS": self.row_wgs,
             "CLUSTER": self.cluster,

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from unit_variants import UNIT_TILES
 
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
@@ -157,7 +158,8 @@ def exactness() -> list[str]:
             zero = torch.randint(0, 16, (64, 3), dtype=torch.uint8)
             zero[:8], zero[8:16] = 0, 15
             ones = torch.ones(64, 3, dtype=torch.bfloat16)
-            for share, tiles in ((1, Tiles(16)), (4, Tiles(16)), (4, Tiles(16, zero_product=1, share=4))):
+            units = [(share, Tiles(16, zero_product=1, token_tiles=2, share=share)) for share in (1, 4)]
+            for share, tiles in ((1, Tiles(16)), (4, Tiles(16)), *units):
                 scale = torch.exp2(-exponents.float()) if share == 4 and bits_value == 4 else torch.ones(16, 3)
                 want = w4ax_gemm_ref(codes, scale, weight, ones, zero, bits, None, torch.float32)
                 quad_scale = torch.ones(16, 1).cuda() if share == 4 else None
@@ -167,7 +169,7 @@ def exactness() -> list[str]:
                 y = gemm.launch(*operands, share, tiles)
                 wrong = int((y.cpu() != want).sum())
                 largest = want.abs().max().item()
-                case = f"{bits_value}-bit, {name}, share {share}, {'quads' if tiles.share == 4 else 'blocks'}"
+                case = f"{bits_value}-bit, {name}, share {share}, {short(tiles)}"
                 print(f"exact integers, {case}: {wrong} of {want.numel()} differ; max {largest:.0f}")
                 if wrong:
                     problems.append(case)
@@ -245,32 +247,18 @@ class Problem:
         return 1e6 * max(self.bytes / PEAK_BYTES, 2.0 * self.m * self.n * self.k / PEAK_OPS)
 
 
-def candidates(m: int) -> list[Tiles]:
+def candidates(m: int, share: int = 1) -> list[Tiles]:
     """What tune tries for a batch, when no variants are given."""
-    if m <= 32:
-        n = 8 if m <= 8 else 16 if m <= 16 else 32
-        few = n == 32
-        return [
-            Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=2),
-            Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=4),
-            Tiles(n, row_wgs=3, stages=10 if few else 13, batch=2),
-            Tiles(n, row_wgs=3, stages=10 if few else 13, batch=4, flight=2),
-            Tiles(n, row_tiles=2, stages=8 if few else 10, batch=2, flight=4),
-        ]
-    if m <= 64:
-        return [
-            Tiles(64, stages=12, batch=2),
-            Tiles(64, stages=12, batch=4),
-            Tiles(64, row_tiles=2, stages=8, batch=2),
-            Tiles(64, row_tiles=2, cluster=2, stages=8, batch=2),
-        ]
+    if m > 64:
+        return [Tiles(128, cluster=2), *(tiles for tiles in UNIT_TILES if tiles.share <= share)]
+    if m > 32:
+        return [Tiles(64, stages=12, batch=batch) for batch in (2, 4)] + [Tiles(64, row_tiles=2, stages=8, batch=2)]
+    n, few = (8 if m <= 8 else 16 if m <= 16 else 32), m > 16
     return [
-        Tiles(128, cluster=2, stages=6, zero_product=1),
-        Tiles(128, stages=6, zero_product=1),
-        Tiles(96, cluster=2, stages=8, batch=4, zero_product=1),
-        Tiles(64, row_wgs=3, cluster=2, stages=8, batch=2, zero_product=1),
-        Tiles(64, row_tiles=2, stages=7, batch=2, zero_product=1),
-        Tiles(64, row_wgs=3, row_tiles=2, stages=5, flight=1, zero_product=1),
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=2),
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=4),
+        Tiles(n, row_wgs=3, stages=10 if few else 13, batch=2),
+        Tiles(n, row_tiles=2, stages=8 if few else 10, batch=2, flight=4),
     ]
 
 
@@ -282,7 +270,7 @@ def parse_variants(text: str) -> list[Tiles]:
 def short(tiles: Tiles) -> str:
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"
-    text += " zp" * tiles.zero_product + f" quads t{tiles.token_tiles}" * (tiles.share == 4) + " turns" * tiles.turns
+    text += " zp" * tiles.zero_product + f" t{tiles.token_tiles} share {tiles.share}" * tiles.units
     return text + " whole" * (not tiles.stream)
 
 
@@ -300,14 +288,14 @@ def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:
 
 
 def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], pdl: bool, share: int) -> None:
-    compile_all(tiles for m in batches for tiles in (given or candidates(m)))
+    compile_all(tiles for m in batches for tiles in (given or candidates(m, share)))
     for m in batches:
         totals: dict[Tiles, list[float]] = {}
         for n, k in shapes:
             problem = Problem(m, n, k, share=share)
             base, bound = problem.time_cublas(), problem.bound_us()
             print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x)")
-            for tiles in given or candidates(m):
+            for tiles in given or candidates(m, share):
                 us = problem.time(tiles, pdl)
                 totals.setdefault(tiles, []).append(base / us)
                 print(f"    {short(tiles):30s} {us:9.2f} us  {base / us:5.2f}x  {bound / us:5.1%} of bound")

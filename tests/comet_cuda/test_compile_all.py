@@ -17,13 +17,11 @@ from comet_cuda import jit
 from comet_cuda.dispatch import FAMILIES, arch_of
 from comet_cuda.jit import Configuration, Resources
 from comet_cuda.kernels import configurations, sources
-from comet_cuda.tiles_sm90 import OUT_KINDS
-from comet_cuda.w4ax_gemm_quads_sm90 import VARIANTS
 
 CAPABILITIES = [capability for family in FAMILIES for capability in family.capabilities]
 
 
-WGMMA = ("w4ax_gemm_sm90.cu", "w4ax_gemm_quads_sm90.cu")  # sources whose products must not be serialized
+WGMMA = ("w4ax_gemm_sm90.cu", "w4ax_gemm_units_sm90.cu")  # sources whose products must not be serialized
 STATIC_SHARED = 1024  # bytes that a kernel may declare beside what the launcher asks for
 
 
@@ -66,19 +64,7 @@ def work_of(capability: tuple[int, int], every: int) -> list[tuple[str, Configur
     found = []
     for source in sources():
         found += [(arch, c) for c in configurations(source, family)[::every]]
-    if family.name == "sm_90":
-        found += [(arch, c) for c in quads_not_in_the_table()[::every]]
     return found
-
-
-def quads_not_in_the_table() -> list[Configuration]:
-    """Every variant of the kernel for shared scales that tuning tries."""
-    return [
-        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
-        for tile in dict.fromkeys(VARIANTS)
-        for has_zero in (False, True)
-        for out in OUT_KINDS
-    ]
 
 
 def limit_of(capability: tuple[int, int]) -> int:

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 import tune_gemm
-import tune_quads
+import unit_variants
 
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.weight_layout import tile_activations_sm90
@@ -34,9 +34,10 @@ def test_integers_are_exact() -> None:
     assert tune_gemm.exactness() == []
 
 
-def test_every_variant_for_shared_scales_is_right() -> None:
+@pytest.mark.parametrize("tiles", unit_variants.UNIT_TILES, ids=tune_gemm.short)
+def test_every_variant_with_units_is_right(tiles: unit_variants.Tiles) -> None:
     """Before any of them may enter tiles_sm90.json."""
-    assert list(tune_quads.quad_problems()) == []
+    assert list(unit_variants.unit_problems(tiles)) == []
 
 
 @pytest.mark.parametrize("mix", MIXES)

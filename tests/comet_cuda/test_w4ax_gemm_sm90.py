@@ -15,15 +15,14 @@ from comet_cuda.jit import INCLUDE_FOLDER
 from comet_cuda.tiles_sm90 import (
     ARCH,
     OUT_KINDS,
-    QUADS_SOURCE,
     SHARED_LIMIT,
+    UNITS_SOURCE,
     Tiles,
     choose_tiles,
     make_plan,
     tile_table,
 )
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.w4ax_gemm_quads_sm90 import LARGE, SMALL, VARIANTS
 from comet_cuda.w4ax_gemm_sm90 import int8_mask_words, launch, prepare_weight_sm90, w4ax_gemm_tiled
 from comet_cuda.weight_layout import tile_activations_sm90
 
@@ -193,29 +192,15 @@ def check_compiled(tiles: Tiles, has_zero: bool) -> None:
     assert (tiles.shared_bytes(has_zero) + 1024) * tiles.ctas_per_sm <= 228 * 1024
 
 
-@pytest.mark.parametrize("has_zero", [True, False])
-@pytest.mark.parametrize("tiles", [VARIANTS[0], SMALL[0], LARGE[4]], ids=lambda tiles: f"{tiles}")
-def test_variants_for_shared_scales_compile_without_spills_or_serialized_wgmma(tiles: Tiles, has_zero: bool) -> None:
-    check_compiled(tiles, has_zero)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_zero", [True, False])
-@pytest.mark.parametrize("tiles", dict.fromkeys(VARIANTS), ids=lambda tiles: f"{tiles}")
-def test_all_variants_for_shared_scales_compile(tiles: Tiles, has_zero: bool) -> None:
-    check_compiled(tiles, has_zero)
-
-
 def test_a_serialized_wgmma_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arithmetic on a product's registers while it is under way: the compiler must say that it serializes."""
-    sources = jit.read_sources(QUADS_SOURCE)
-    name = "comet/gemm_quads_sm90.cuh"
-    broken = sources[name].replace(
-        "wgmma_commit();\n            }", "wgmma_commit();\n            dots[i][0] += 1;\n            }", 1
-    )
+    sources = jit.read_sources(UNITS_SOURCE)
+    name = "comet/gemm_unit_consumer_sm90.cuh"
+    end = "wgmma_commit();\n        };"
+    broken = sources[name].replace(end, end.replace("}", "    dots[step % FLIGHT][0] += 1;\n        }"), 1)
     assert broken != sources[name]
     monkeypatch.setattr(jit, "read_sources", lambda _: sources | {name: broken})
-    assert "(C75" in log_of(SMALL[0], True)
+    assert "(C75" in log_of(Tiles(64, token_tiles=2, zero_product=1), True)
 
 
 @pytest.mark.parametrize("tiles", table_variants(), ids=lambda tiles: f"n{tiles.tokens}x{tiles.row_tiles}")

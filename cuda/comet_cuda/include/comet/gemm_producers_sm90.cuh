@@ -65,11 +65,11 @@ __device__ __forceinline__ void produce_weights(
             from += kRecord;
             ring.advance();
             const int block = segment.last - count;
-            if (kQuads && (count == 1 || block % kTermBlocks == kTermBlocks - 1))
+            if (kUnits && ZERO && (count == 1 || block % kTermBlocks == kTermBlocks - 1))
                 produce_zeros(operands, ring, first, groups, block / kTermBlocks, products++, policy);
         }
     }
-    if (kQuads) ring.acquire(0);  // consumers look one stage ahead
+    if (kUnits) ring.acquire(0);  // consumers look one stage ahead
 }
 
 __device__ __forceinline__ void produce_activations(
@@ -89,21 +89,21 @@ __device__ __forceinline__ void produce_activations(
         const unsigned char* codes = operands.codes + at * 1024;
         const unsigned char* meta = operands.meta + at * 64;
         for (int count = segment.last - segment.first; count > 0; --count) {
-            ring.acquire(atoms * (1024 + kMetaBytes / kTileAtoms));
+            ring.acquire(atoms * (1024 + 64));
             const unsigned to = ring.at() + skipped * 1024, meta_to = ring.at() + kCodesBytes + skipped * 64;
             if (!kCluster) {
                 bulk_copy(to, codes, mine * 1024, ring.barrier(), policy);
-                if (!kQuads) bulk_copy(meta_to, meta, mine * 64, ring.barrier(), policy);
+                bulk_copy(meta_to, meta, mine * 64, ring.barrier(), policy);
             } else if (mine > 0) {
                 bulk_copy_multicast(to, codes, mine * 1024, ring.barrier(), everyone, policy);
-                if (!kQuads) bulk_copy_multicast(meta_to, meta, mine * 64, ring.barrier(), everyone, policy);
+                bulk_copy_multicast(meta_to, meta, mine * 64, ring.barrier(), everyone, policy);
             }
             codes += operands.atoms * 1024;
             meta += operands.atoms * 64;
             ring.advance();
         }
     }
-    if (kQuads) ring.acquire(0);
+    if (kUnits) ring.acquire(0);
 }
 
 __device__ __forceinline__ void split_halves(float a, float b, unsigned& high, unsigned& low) {

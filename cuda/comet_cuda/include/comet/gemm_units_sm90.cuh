@@ -1,8 +1,9 @@
-// Units of the sm_90a GEMM with scales shared in quads: when they change, their ratios, and the zero points' tokens' part.
+// Units of the sm_90a GEMM: when they change, their ratios, and the zero points' tokens' part.
 //
-// A quad is four consecutive blocks; its INT4 blocks have one scale a token (weight_layout.py), the *unit* of sums. Each
-// INT8 block has its own. Consumers keep their sums in the unit of the block that they promoted last; what they multiply
-// them by when it changes, the factors, is made here by warps of the producer warpgroup, straight from global memory.
+// A block's unit is its scale of a token. Where scales are shared, a quad is four consecutive blocks whose INT4 blocks have
+// one scale a token (weight_layout.py); each INT8 block has its own. Consumers keep their sums in the unit of the block
+// that they promoted last; what they multiply them by when it changes, the factors, is made here by warps of the producer
+// warpgroup from what each stage brings.
 #pragma once
 
 #include "comet/gemm_producers_sm90.cuh"
@@ -12,14 +13,13 @@
 namespace comet {
 
 constexpr float kLeastUnit = 0x1p-100f;  // smaller units count as this, so that factors stay finite
-constexpr int kUnitWarps = (kTileTokens + 127) / 128;  // a lane for four tokens
-constexpr int kFactorSlots = 8;                        // FACTOR_SLOTS in tiles_sm90.py
+constexpr int kUnitWarps = kTileTokens > 32 ? 2 : 1;
+constexpr int kFactorSlots = 4;                        // FACTOR_SLOTS in tiles_sm90.py
 constexpr int kFactorBytes = kTileTokens * 4;
 // Places in shared memory, from the start of the ring of stages; barriers come last.
 constexpr unsigned kTermsAt = kStageBytes * STAGES, kFactorsAt = kTermsAt + kTermBytes;
 constexpr unsigned kZerosAt = kFactorsAt + kFactorSlots * kFactorBytes;
-constexpr unsigned kPerUnitAt = kZerosAt + kRecords * kZeroBytes;
-constexpr unsigned kFullAt = kPerUnitAt + kUnitWarps * 512, kEmptyAt = kFullAt + 8 * STAGES;
+constexpr unsigned kFullAt = kZerosAt + kRecords * kZeroBytes, kEmptyAt = kFullAt + 8 * STAGES;
 constexpr unsigned kTermsFullAt = kEmptyAt + 8 * STAGES, kTermsEmptyAt = kTermsFullAt + 8;
 constexpr unsigned kFactorsFullAt = kTermsEmptyAt + 8, kFactorsEmptyAt = kFactorsFullAt + 8 * kFactorSlots;
 constexpr unsigned kSharedEnd = kFactorsEmptyAt + 8 * kFactorSlots;
@@ -28,29 +28,19 @@ static_assert(kSharedEnd + 1024 <= 232448, "everything fits in shared memory");
 
 // Factors: slots of TOKENS f32, in the order in which they are needed; written by two warps, read by all consumer warps.
 // Slot and phase are the low bits of a count.
-static_assert(kFactorSlots == 8, "slot and phase are four bits");
+static_assert(kFactorSlots <= 8, "slot and phase are at most four bits");
 struct FactorSlot {
     unsigned slot, parity;
     __device__ __forceinline__ explicit FactorSlot(unsigned count)
         : slot(count % kFactorSlots), parity(count / kFactorSlots & 1) {}
 };
 
-// Four tokens' factors from each lane.
-__device__ __forceinline__ void push_factors(unsigned ring, unsigned count, float4 value, int lane) {
-    const FactorSlot at(count);
-    mbarrier_wait(ring + kFactorsEmptyAt + 8 * at.slot, at.parity ^ 1);
-    if (lane < kTileTokens / 4) {  // as `rescale` reads: tokens 2t, 2t + 1 of two atoms side by side
-        const unsigned to = ring + kFactorsAt + at.slot * kFactorBytes + (lane >> 2) * 64 + (lane & 1) * 32 + (lane & 2) * 4;
-        store_shared_8(to, __float_as_uint(value.x), __float_as_uint(value.y));
-        store_shared_8(to + 16, __float_as_uint(value.z), __float_as_uint(value.w));
-    }
-    __syncwarp();
-    if ((lane & 31) == 0) mbarrier_arrive(ring + kFactorsFullAt + 8 * at.slot);
-}
-
 // Bit b: the unit changes before block b, of 32 blocks with this mask of INT8 ones. The first block of a segment changes
 // it too.
-__device__ __forceinline__ unsigned unit_changes(unsigned mask) { return mask | mask << 1 | 0x11111111u; }
+__device__ __forceinline__ unsigned unit_changes(unsigned mask) {
+    return SHARE == 1 ? 0xffffffffu : mask | mask << 1 | 0x11111111u;
+}
+constexpr unsigned kQuadChanges = SHARE == 1 ? 15 : 1;  // of a quad of INT4 blocks
 
 // a / b, one step of Newton's from correct rounding; no call, unlike the operator.
 __device__ __forceinline__ float divide(float a, float b) {
@@ -60,94 +50,116 @@ __device__ __forceinline__ float divide(float a, float b) {
     return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
-__device__ __forceinline__ float4 divide(float4 a, float4 b) {
-    return make_float4(divide(a.x, b.x), divide(a.y, b.y), divide(a.z, b.z), divide(a.w, b.w));
-}
-
-// What a lane reads of a block: scales and sums of its four tokens.
-struct TokenMeta {
-    float4 even, odd;  // scale, scale, sum, sum of the first two tokens, and of the other two
-
-    __device__ __forceinline__ void load(const unsigned char* at, bool present) {
-        even = odd = make_float4(1, 1, 0, 0);
-        if (!present) return;
-        even = load_l2(reinterpret_cast<const float4*>(at));
-        odd = load_l2(reinterpret_cast<const float4*>(at + 16));
-    }
-    __device__ __forceinline__ float4 unit() const {
-        return make_float4(fmaxf(even.x, kLeastUnit), fmaxf(even.y, kLeastUnit), fmaxf(odd.x, kLeastUnit),
-                           fmaxf(odd.y, kLeastUnit));
-    }
-    __device__ __forceinline__ float4 terms(float4 per_unit) const {
-        return make_float4(even.x * even.z * per_unit.x, even.y * even.w * per_unit.y, odd.x * odd.z * per_unit.z,
-                           odd.y * odd.w * per_unit.w);
-    }
-};
-
 // One or two warps: factors of a segment, and scale * sum of every token and block, in units of the group's last block,
-// as the bf16 halves that `produce_terms` documents.
-__device__ __forceinline__ void produce_units(
-    const Operands& operands, unsigned ring, int lane, int cluster, int clusters) {
-    const Schedule& schedule = operands.schedule;
-    Segment segment;
-    unsigned pushed = 0;  // factors, modulo 16; from bit 4 on, groups, modulo 2; from bit 5 on, segments
-    const auto push = [&](float4 value) {
-        push_factors(ring, pushed & 15, value, lane);
-        pushed = (pushed & ~15u) | (pushed + 1 & 15);
-    };
-    const unsigned per_unit = ring + kPerUnitAt + lane * 16;
-    wait_for_previous();
-    for (; find_segment(schedule, cluster, clusters, pushed >> 5, segment); pushed += 32) {
-        int row_group, token_tile;
-        tile_place(schedule, segment.tile, row_group, token_tile);
-        const int atom = token_tile * kTileAtoms + (lane >> 1);
-        const bool present = lane < kTileTokens / 4 && atom < operands.atoms;
-        float4 unit = make_float4(0, 0, 0, 0);  // the first factor meets sums of zero
-        for (int start = segment.first & ~(kTermBlocks - 1); start < segment.last; start += kTermBlocks) {
-            const int end = min(start + kTermBlocks, segment.last);
-            unsigned valid = 0xffffffffu >> (start + kTermBlocks - end);
-            unsigned changes = unit_changes(operands.int8_mask[start / kTermBlocks]);
-            if (start < segment.first) {
-                valid &= 0xffffffffu << (segment.first - start);
-                changes |= 1u << (segment.first - start);
-            }
-            changes &= valid;
-            unsigned from = ((end - 1) * operands.atoms + atom) * 64 + (lane & 1) * 32;  // meta has less than 4 GB
-            TokenMeta m;
-            m.load(operands.meta + from, present);
-            store_shared_f4(per_unit, divide(make_float4(1, 1, 1, 1), m.unit()));  // kept there for want of registers
-            from -= (end - 1 - start) * operands.atoms * 64;
-            for (unsigned block = 0; block < kTermBlocks; ++block) {
-                m.load(operands.meta + from, present && (valid >> block & 1));
-                from += operands.atoms * 64;
-                if (changes >> block & 1) {
-                    const float4 old = unit;
-                    unit = m.unit();
-                    push(divide(old, unit));
+// as the bf16 halves that `produce_terms` documents. Scales and sums come with the stages, but for that last block's. A
+// lane has every 32nd or 64th token: 32 neighbours' halves fall into different banks, or four into one.
+struct UnitProducer {
+    static constexpr int kEach = (kTileTokens + 32 * kUnitWarps - 1) / (32 * kUnitWarps);  // tokens of a lane
+    unsigned ring, first;            // the first stage; the lane's first token, in the tile
+    unsigned made = 0;               // factors; bit 31: groups, modulo 2
+
+    __device__ __forceinline__ unsigned token(int i) const { return first + 32 * kUnitWarps * i; }
+
+    // A token's scale, or with kSum its sum, in a stage; 1 and 0 where there is no token or no block.
+    template <int kSum>
+    __device__ __forceinline__ float meta(int stage, int i, bool present) const {
+        const unsigned at = ring + stage * kStageBytes + kCodesBytes + (first >> 1) * 16 + (first & 1) * 4;
+        return present ? __uint_as_float(load_shared_4(at + i * (256 * kUnitWarps) + 8 * kSum)) : 1 - kSum;
+    }
+
+    // A token's factor, as `rescale` reads them: tokens 2t, 2t + 1 of two atoms side by side.
+    __device__ __forceinline__ void put_factor(unsigned slot, int i, float value) const {
+        const unsigned to = ring + kFactorsAt + slot * kFactorBytes + (first >> 4) * 64 + (first >> 1 & 3) * 16 +
+                            (first >> 3 & 1) * 8 + (first & 1) * 4;
+        if (token(i) < kTileTokens) store_shared_4(to + i * (128 * kUnitWarps), __float_as_uint(value));
+    }
+    __device__ __forceinline__ void factors_made() {
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring + kFactorsFullAt + 8 * FactorSlot(made).slot);
+        ++made;
+    }
+
+    // A token's term of one block of a group.
+    __device__ __forceinline__ void put_term(unsigned block, int i, float value) const {
+        const unsigned row = (first & 7) * 16, at = (block & 16) * 4 + (block & 15) * 2;
+        const unsigned to = ring + kTermsAt + (first >> 3) * 1024 + row * 8 + i * (4096 * kUnitWarps);
+        unsigned high, low;
+        split_halves(value, 0, high, low);
+        if (token(i) < kTileTokens) {
+            store_shared_2(to + (at ^ row), high);
+            store_shared_2(to + ((at + 32) ^ row), low);
+        }
+    }
+
+    __device__ __forceinline__ void run(const Operands& operands, int cluster, int clusters) {
+        const Schedule& schedule = operands.schedule;
+        Segment segment;
+        int turn = 0;  // the stage, plus STAGES in odd phases
+        wait_for_previous();
+        for (int index = 0; find_segment(schedule, cluster, clusters, index, segment); ++index) {
+            int row_group, token_tile;
+            tile_place(schedule, segment.tile, row_group, token_tile);
+            const unsigned tokens = min(kTileTokens, 8 * (operands.atoms - token_tile * kTileAtoms));  // with their padding
+            float per_unit[kEach], unit[kEach] = {};  // the first factor meets sums of zero
+            for (int start = segment.first & ~(kTermBlocks - 1); start < segment.last; start += kTermBlocks) {
+                const int end = min(start + kTermBlocks, segment.last);
+                unsigned valid = 0xffffffffu >> (start + kTermBlocks - end);
+                unsigned changes = unit_changes(operands.int8_mask[start / kTermBlocks]);
+                if (start < segment.first) {
+                    valid &= 0xffffffffu << (segment.first - start);
+                    changes |= 1u << (segment.first - start);
                 }
-                if (block == 0) mbarrier_wait(ring + kTermsEmptyAt, ~pushed >> 4 & 1);
-                if (lane < kTileTokens / 4) {
-                    const float4 v = m.terms(load_shared_f4(per_unit));
-                    const float values[4] = {v.x, v.y, v.z, v.w};
-                    const unsigned row = 4 * (lane & 1);  // of the swizzle atom: the lane's first token
-                    const unsigned to = ring + kTermsAt + (lane >> 1) * 1024 + row * 128;
-                    const unsigned at = (block & 16) * 4 + (block & 15) * 2;
+                changes &= valid;
+                const unsigned char* last = operands.meta + (first >> 1) * 16 + (first & 1) * 4 +
+                    (static_cast<long long>(end - 1) * operands.atoms + token_tile * kTileAtoms) * 64;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        unsigned high, low;
-                        split_halves(values[i], 0, high, low);
-                        store_shared_2(to + i * 128 + (at ^ ((row + i) * 16)), high);
-                        store_shared_2(to + i * 128 + ((at + 32) ^ ((row + i) * 16)), low);
+                for (int i = 0; i < kEach; ++i) {
+                    const auto at = reinterpret_cast<const float*>(last + i * (256 * kUnitWarps));
+                    per_unit[i] = divide(1, fmaxf(token(i) < tokens ? load_l2(at) : 1, kLeastUnit));
+                }
+                for (unsigned block = 0; block < kTermBlocks; ++block) {
+                    const bool here = valid >> block & 1;
+                    const int stage = turn >= STAGES ? turn - STAGES : turn;
+                    if (here) mbarrier_wait(ring + kFullAt + 8 * stage, turn >= STAGES);
+                    if (changes >> block & 1) {
+                        const FactorSlot at(made);
+                        mbarrier_wait(ring + kFactorsEmptyAt + 8 * at.slot, at.parity ^ 1);
+#pragma unroll
+                        for (int i = 0; i < kEach; ++i) {
+                            const float next = fmaxf(meta<0>(stage, i, here && token(i) < tokens), kLeastUnit);
+                            put_factor(at.slot, i, divide(unit[i], next));
+                            unit[i] = next;
+                        }
+                        factors_made();
+                    }
+                    if (ZERO) {
+                        if (block == 0) mbarrier_wait(ring + kTermsEmptyAt, ~made >> 31);
+#pragma unroll
+                        for (int i = 0; i < kEach; ++i) {
+                            const bool present = here && token(i) < tokens;
+                            put_term(block, i, meta<0>(stage, i, present) * meta<1>(stage, i, present) * per_unit[i]);
+                        }
+                    }
+                    if (here) {
+                        __syncwarp();
+                        if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring + kEmptyAt + 8 * stage);
+                        turn = turn + 1 == 2 * STAGES ? 0 : turn + 1;
                     }
                 }
+                if (ZERO) {
+                    fence_proxy_async();
+                    __syncwarp();
+                    if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring + kTermsFullAt);
+                    made ^= 1u << 31;
+                }
             }
-            fence_proxy_async();
-            __syncwarp();
-            if ((lane & 31) == 0) mbarrier_arrive(ring + kTermsFullAt);
-            pushed ^= 16;
+            const FactorSlot at(made);
+            mbarrier_wait(ring + kFactorsEmptyAt + 8 * at.slot, at.parity ^ 1);
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) put_factor(at.slot, i, unit[i]);
+            factors_made();
         }
-        push(unit);
     }
-}
+};
 
 }  // namespace comet

@@ -1,24 +1,24 @@
-// w4ax_gemm for Hopper where INT4 activation scales are shared in quads of blocks (share 4, see weight_layout.py).
+// w4ax_gemm for Hopper and many tokens: sums stand in units of activation scales.
 //
 // The same product, layouts, schedule and ring of stages as w4ax_gemm_sm90.cu; what differs is the promotion of a block's
-// exact integers to float32: one multiply-add a result, since a token's scale is applied when it changes, not block by
-// block (gemm_quads_sm90.cuh). A warpgroup's tile is ROW_TILES x 64 rows by TOKEN_TILES x TOKENS tokens.
+// exact integers to float32: one multiply-add a result, and a multiplication where the token's scale changes: at every
+// block, or every fourth where INT4 scales are shared in quads (SHARE 4, see weight_layout.py). A warpgroup's tile is 64
+// rows by TOKEN_TILES x TOKENS tokens, FLIGHT products of it under way at once (gemm_unit_consumer_sm90.cuh).
 //
-// Compile-time, beside what w4ax_gemm_sm90.cu takes: TOKEN_TILES, FLIGHT (2: two products of a warpgroup under way at
-// once, if it has several token tiles), TURNS (0/1: the two warpgroups alternate at the tensor cores), BATCH (4: whole
-// quads without branches). ZERO_PRODUCT must be 1.
-#define QUADS 1
+// Compile-time: what w4ax_gemm_sm90.cu takes, but for BATCH; TOKEN_TILES and SHARE. ZERO_PRODUCT, ROW_TILES and CLUSTER
+// must be 1.
+#define UNITS 1
 #include "comet/gemm_output_sm90.cuh"
 #include "comet/gemm_producers_sm90.cuh"
-#include "comet/gemm_quads_sm90.cuh"
 #include "comet/gemm_sm90.cuh"
+#include "comet/gemm_unit_consumer_sm90.cuh"
 #include "comet/gemm_units_sm90.cuh"
 
 using namespace comet;
 static_assert(ZERO_PRODUCT == 1, "zero points are a product over blocks");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM)
-    w4ax_gemm_quads_sm90(const __grid_constant__ Operands operands) {
+    w4ax_gemm_units_sm90(const __grid_constant__ Operands operands) {
     extern __shared__ unsigned char shared[];
     const Schedule& schedule = operands.schedule;
     const unsigned ring = (shared_address(shared) + 1023) & ~1023u;
@@ -29,7 +29,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(ring + kFullAt + 8 * stage, 2);  // the two producers
-            mbarrier_init(ring + kEmptyAt + 8 * stage, CLUSTER * ROW_WGS * 4);
+            mbarrier_init(ring + kEmptyAt + 8 * stage, ROW_WGS * 4 + kUnitWarps);
         }
         mbarrier_init(ring + kTermsFullAt, kUnitWarps + 1);
         mbarrier_init(ring + kTermsEmptyAt, ROW_WGS * 4);
@@ -49,12 +49,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                          ring + kZerosAt, ring + kTermsFullAt, ring + kTermsEmptyAt};
         if (thread == 0) produce_weights(operands, start, rank, cluster, clusters);
         if (thread == 32) produce_activations(operands, start, rank, cluster, clusters);
-        if (thread >= 64 && thread < 64 + 32 * kUnitWarps) produce_units(operands, ring, thread - 64, cluster, clusters);
+        if (thread >= 64 && thread < 64 + 32 * kUnitWarps) {
+            const int lane = thread - 64;
+            UnitProducer{ring, static_cast<unsigned>(lane)}.run(operands, cluster, clusters);
+        }
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();
-        const unsigned records = kCodesBytes + static_cast<unsigned>(warpgroup) * ROW_TILES * kCopied;
-        QuadConsumer consumer(ring, records, thread);
+        const unsigned records = kCodesBytes + kMetaBytes + static_cast<unsigned>(warpgroup) * kCopied;
+        UnitConsumer consumer(ring, records, thread);
         Segment segment;
         for (int index = 0; find_segment(schedule, cluster, clusters, index, segment); ++index) {
             float acc[kSets][kResults];
@@ -64,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 const int end = min((block / kTermBlocks + 1) * kTermBlocks, segment.last);
                 consumer.run(acc, operands.int8_mask, block, end, block == segment.first);
                 block = end;
-                consumer.subtract_zeros(acc);
+                if (ZERO) consumer.subtract_zeros(acc);
             }
             consumer.rescale(acc);
 
@@ -72,8 +75,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             find_segment(schedule, cluster, clusters, index, segment);
             int row_group, token_tile;
             tile_place(schedule, segment.tile, row_group, token_tile);
-            const int row_tile = ((row_group * CLUSTER + rank) * ROW_WGS + warpgroup) * ROW_TILES;
-            const QuadExchange exchange{reinterpret_cast<float*>(operands.partials), operands.flags, rank, warpgroup, thread};
+            const int row_tile = row_group * ROW_WGS + warpgroup;
+            const UnitExchange exchange{reinterpret_cast<float*>(operands.partials), operands.flags, rank, warpgroup, thread};
             if (segment.first > 0) {
                 exchange.give(acc, cluster);
             } else {
@@ -85,11 +88,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 }
 #pragma unroll
                 for (int i = 0; i < kSets; ++i)
-                    store(acc[i], operands, row_tile + i / TOKEN_TILES,
-                          (token_tile * TOKEN_TILES + i % TOKEN_TILES) * TOKENS, thread);
+                    store(acc[i], operands, row_tile, (token_tile * TOKEN_TILES + i) * TOKENS, thread);
             }
         }
-        consumer.finish();
     }
     if (kCluster) {
         __syncwarp();
