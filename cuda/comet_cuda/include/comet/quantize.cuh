@@ -32,6 +32,7 @@ struct Float32 {
   __device__ static float to_float(uint32_t bits) { return __uint_as_float(bits); }
   __device__ static float half_to_float(uint32_t bits, int) { return __uint_as_float(bits); }
   __device__ static uint32_t from_float(float x) { return __float_as_uint(x); }
+  __device__ static uint32_t pair_of(float, float) { return 0; } // of 16-bit types alone
   __device__ static void round_pair(float&, float&) {}
 };
 struct BFloat16 {
