@@ -12,6 +12,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -215,26 +216,17 @@ SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made 
 def gemm_table(records: Iterable[Record]) -> str:
     """Geometric mean, over all measured shapes, of the GEMM's speed-up over bf16 cuBLAS: one row per path and M.
 
-    A figure below 1 is a loss and stands there as one.
+    A figure below 1 is a loss and stands there as one. COMET's kernels count as one path: the op chooses among them.
     """
-    key = (
-        "arch",
-        "path",
-        "weight_symmetry",
-        "ablation",
-        "includes_quantize",
-        "int4_fraction",
-        "m",
-        "n",
-        "k",
-        "baseline",
-    )
-    chosen = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and (r["speedup"] or 0) > 0]
+    row = ("arch", "kernel", "weight_symmetry", "ablation", "includes_quantize", "share", "m", "baseline")
+    chosen = [
+        {"share": 1} | r | {"kernel": re.sub("^w4ax_gemm[a-z_]*_sm", "w4ax_gemm_sm", r["path"])}
+        for r in records
+        if r["kind"] == "bench" and r["op"] == "w4ax_gemm" and (r["speedup"] or 0) > 0
+    ]
     groups: dict[str, list[Record]] = {}
-    for record in latest(chosen, key):
-        groups.setdefault(
-            json.dumps([record[name] for name in key[:5]] + [record["m"], record["baseline"]]), []
-        ).append(record)
+    for record in latest(chosen, (*row, "int4_fraction", "n", "k")):
+        groups.setdefault(json.dumps([record[name] for name in row]), []).append(record)
     rows = []
     for found in groups.values():
         first, ratios = found[0], [record["speedup"] for record in found]
@@ -242,6 +234,7 @@ def gemm_table(records: Iterable[Record]) -> str:
             [
                 f"{first['path']}, {first['provenance'].get('gpu')}",
                 f"{first['weight_symmetry']}, {first['int4_fraction']:.0%} INT4"
+                + (f", scales shared by {first['share']}" if first["share"] > 1 else "")
                 + (f", {first['ablation']}" if first["ablation"] else ""),
                 "with quantize_act" if first["includes_quantize"] else "GEMM alone",
                 f"{first['m']:,}",

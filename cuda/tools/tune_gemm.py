@@ -342,6 +342,7 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
                     "k": k,
                     "int4_fraction": float((problem.bits == 4).float().mean()),
                     "weight_symmetry": "asymmetric",
+                    "share": share,
                     "ablation": None,
                     "includes_quantize": False,
                     "median_us": round(us, 3),
