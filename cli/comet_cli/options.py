@@ -8,12 +8,33 @@ import typer
 
 from comet_cuda.errors import CometError
 
+
+def _aliases(typed: str) -> list[str]:
+    """What the shell offers for MODEL; files it adds by itself where none fits."""
+    from comet_core.model_source import alias_names
+
+    return [name for name in alias_names() if name.startswith(typed)]
+
+
+def _recipes(typed: str) -> list[str]:
+    from comet_core.recipe import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(typed)]
+
+
 Model = Annotated[
     str,
-    typer.Argument(help="An alias (llama-7b, smollm2-135m, ...), a folder, a GGUF file or a hub id.", metavar="MODEL"),
+    typer.Argument(
+        help="An alias (llama-7b, smollm2-135m, ...), a folder, a GGUF file or a hub id.",
+        metavar="MODEL",
+        autocompletion=_aliases,
+    ),
 ]
 Recipe = Annotated[
-    str | None, typer.Option(help="Name of a recipe or a YAML file; w4a4kv4 if not given.", metavar="NAME|FILE")
+    str | None,
+    typer.Option(
+        help="Name of a recipe or a YAML file; w4a4kv4 if not given.", metavar="NAME|FILE", autocompletion=_recipes
+    ),
 ]
 Weights = Annotated[str, typer.Option(help="real, or random for a dry run of a model that is not here.")]
 Layers = Annotated[int | None, typer.Option(help="Keep only the first N decoder layers.", min=1, metavar="N")]

@@ -67,6 +67,26 @@ def test_every_command_has_help(command: str) -> None:
     assert f"Usage: comet {command} " in out.replace("root", "comet") or f"{command} [OPTIONS]" in out
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("pa", {"pack"}),
+        ("pack --dry", {"--dry-run"}),
+        ("pack smollm", {"smollm2-135m"}),
+        ("pack smollm2-135m --recipe w4a4-n", {"w4a4-naive"}),
+        ("bench ker", {"kernel"}),
+    ],
+)
+def test_the_shell_completes_commands_options_models_and_recipes(
+    monkeypatch: pytest.MonkeyPatch, typed: str, offered: set[str]
+) -> None:
+    monkeypatch.setenv("_COMET_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"comet {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    code = "from comet_cli.main import main\nmain()"
+    assert set(in_a_process(code).stdout.split()) == offered
+
+
 def test_version() -> None:
     code, out, _ = comet("--version")
     assert (code, out.split()[0]) == (0, "comet")
