@@ -16,9 +16,10 @@ def export(
     packed: Annotated[
         Path | None, typer.Argument(help="A packed folder; the last one packed here if not given.", metavar="PACKED")
     ] = None,
-    format: Annotated[str, typer.Option(help="compressed-tensors: W4A16 for stock transformers and vLLM.")] = FORMATS[
-        0
-    ],
+    format: Annotated[str, typer.Option(help="compressed-tensors, for stock transformers and vLLM.")] = FORMATS[0],
+    activations: Annotated[
+        int, typer.Option(help="Bits of the activations: 16, 8 or 4, the same in all blocks.", metavar="BITS")
+    ] = 16,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; beside PACKED if not given.", metavar="DIR")
     ] = None,
@@ -42,14 +43,16 @@ def export(
 
     source = packed or last_packed()
     target = out or source.with_name(f"{source.name}-{format}")
-    done = write(source, target, requantize=requantize, contiguous=contiguous)
+    done = write(source, target, activations=activations, requantize=requantize, contiguous=contiguous)
     errors = list(done.requantized.values())
     if json:
         fields = {**vars(done), "folder": str(done.folder)}
-        console.data_json({"kind": "export", "format": format, "source": str(source), **fields})
+        console.data_json(
+            {"kind": "export", "format": format, "activations": activations, "source": str(source), **fields}
+        )
     else:
         row = {
-            "format": f"{format}, W4A16",
+            "format": f"{format}, W4A{activations}",
             "linears as packed": str(len(done.exact)),
             "rounded anew": str(len(errors)),
             "weight error added": f"{sum(errors) / len(errors):.1%}" if errors else "0",
@@ -59,3 +62,8 @@ def export(
         console.table("Exported", [row])
     for words in done.left_out:
         console.talk(f"left out: {words}")
+    if done.reordered:
+        console.talk(
+            f"note: {done.reordered} linears have reordered groups (weight_g_idx), which compressed-tensors 0.17 and "
+            "vLLM 0.26 read, but compressed-tensors 0.20 and vLLM 0.32 do not; --contiguous is for those"
+        )

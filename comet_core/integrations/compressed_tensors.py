@@ -1,14 +1,17 @@
-"""Packed folder -> compressed-tensors checkpoint (pack-quantized, W4A16), which stock transformers and vLLM read.
+"""Packed folder -> compressed-tensors checkpoint (pack-quantized), which stock transformers and vLLM read.
 
 The same 4-bit codes, scales and zero points, laid out their way. Three things differ between the formats:
   - Permutations. Where the producer's rows carry one, nothing is left to do. Where channels are gathered at run time,
     columns go back to the model's order and `weight_g_idx` says which group each belongs to (actorder: group). Newer
-    vLLM (0.32, not 0.26) refuses that: `contiguous` rounds such a linear anew, in groups of neighbouring channels.
+    vLLM (0.32, not 0.26) and compressed-tensors (0.20) refuse that: `contiguous` rounds such a linear anew, in groups
+    of neighbouring channels. Moving rows of the producer instead, or the residual stream once for all layers, would not
+    help: each input has an order of its own, and attention lets no channel leave its head.
   - Groups of 128 that pad the last channels: a width that 128 does not divide (SmolLM2: 576) is written in groups of 64
     or 32, each pair or four with equal scales.
-  - What that format cannot say: activations and KV cache in 4 bit are left out (16 bit instead); a weight that is
-    stored rotated (Hadamard) is refused, or with `requantize` turned back and rounded to nearest anew, and the loss
-    that this adds is measured and returned. 8-bit embeddings and heads become 16-bit ones.
+  - What that format cannot say: a weight that is stored rotated (Hadamard) is refused, or with `requantize` turned
+    back and rounded to nearest anew, and the loss that this adds is measured and returned. The KV cache stays in 16
+    bit, 8-bit embeddings and heads become 16-bit ones. Activations are 16 bit, or of one width in all blocks (W4A8,
+    W4A4: dynamic, symmetric, a scale a group), for which weights must be symmetric and their groups contiguous.
 
 Facts of the format: int4 values are stored with 8 added, eight an int32, the first in the lowest bits; zero points
 alike, but along the rows.
@@ -17,7 +20,7 @@ alike, but along the rows.
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from comet_cuda.w4ax_gemm import weight_integers
 
 PER_WORD = 8  # 4-bit values an int32
 GROUP_SIZES = (128, 64, 32)  # what kernels for this format know
+ACTIVATIONS = (16, 8, 4)  # bits
 
 
 @dataclass
@@ -48,26 +52,34 @@ class Exported:
     bytes: int = 0
     exact: list[str] = field(default_factory=list)  # linears whose weights are the packed ones
     requantized: dict[str, float] = field(default_factory=dict)  # linear -> relative weight error that was added
+    reordered: int = 0  # linears with a weight_g_idx
     left_out: list[str] = field(default_factory=list)  # in words
 
 
-def export(folder: Path, out: Path, *, requantize: bool = False, contiguous: bool = False) -> Exported:
+def export(
+    folder: Path, out: Path, *, activations: int = 16, requantize: bool = False, contiguous: bool = False
+) -> Exported:
     """Write a compressed-tensors checkpoint of a packed folder, shard by shard.
 
     Args:
         folder: what `comet pack` wrote. out: a folder that does not exist or is empty.
-        requantize: round rotated weights anew instead of refusing them.
+        activations: bits that readers shall round activations to; below 16 implies `contiguous`.
+        requantize: round weights anew that the format cannot hold (rotated, asymmetric below 16 bits of activations)
+            instead of refusing them.
         contiguous: write no weight_g_idx; linears whose channels are gathered are rounded anew.
 
     Errors:
-        CometError for rotated weights without `requantize`, 8-bit weights, experts, or an output folder that is in use.
+        CometError for weights that the format cannot hold without `requantize`, 8-bit weights, experts, or an output
+        folder that is in use.
     """
+    if activations not in ACTIVATIONS:
+        raise CometError(f"{activations}-bit activations are not known", f"They may have {ACTIVATIONS} bits.")
     manifest = read_manifest(folder)
-    _refuse(manifest, requantize)
+    _refuse(manifest, requantize, activations)
     if out.exists() and any(out.iterdir()):
         raise CometError(f"{out}: is not empty", "choose another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
-    done = Exported(out, left_out=_left_out(manifest))
+    done = Exported(out, left_out=_left_out(manifest, activations))
     weight_map: dict[str, str] = {}
     groups: dict[tuple[bool, bool, int], list[str]] = {}
     for shard in shard_files(folder):
@@ -80,12 +92,16 @@ def export(folder: Path, out: Path, *, requantize: bool = False, contiguous: boo
                 continue
             check_linear(name, leaves, entry)
             rotated = entry.hadamard and bool((leaves["block_bits"] == 4).any())
-            if rotated or (contiguous and "perm" in leaves and _moves(leaves["perm"])):
+            gathered = "perm" in leaves and _moves(leaves["perm"]) and (contiguous or activations < 16)
+            lopsided = activations < 16 and not entry.symmetric
+            if rotated or gathered or lopsided:
+                entry = replace(entry, symmetric=entry.symmetric or lopsided)
                 leaves, done.requantized[name] = _rounded_anew(leaves, entry)
             else:
                 done.exact.append(name)
             size = _group_size(name, entry.in_features)
             stored = linear_tensors(leaves, entry, size)
+            done.reordered += "weight_g_idx" in stored
             groups.setdefault((entry.symmetric, "weight_g_idx" in stored, size), []).append(name)
             written |= {f"{name}.{leaf}": tensor for leaf, tensor in stored.items()}
         _save(out / shard.name, written)
@@ -97,7 +113,7 @@ def export(folder: Path, out: Path, *, requantize: bool = False, contiguous: boo
             shutil.copyfile(folder / name, out / name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("experts_implementation", None)
-    config["quantization_config"] = _quantization_config(groups, weight_map)
+    config["quantization_config"] = _quantization_config(groups, activations, weight_map)
     config["dtype"] = config.get("dtype") or "bfloat16"
     write_atomic(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
     done.bytes = sum(file.stat().st_size for file in out.iterdir())
@@ -148,7 +164,7 @@ def _group_size(name: str, width: int) -> int:
     raise CometError(f"{name}: {width} channels do not split into groups of {GROUP_SIZES[-1]}", "skip this linear")
 
 
-def _refuse(manifest: Manifest, requantize: bool) -> None:
+def _refuse(manifest: Manifest, requantize: bool, activations: int) -> None:
     layers = {name: entry for name, entry in manifest.linears.items() if not (entry.weight_bits == 8 and entry.folded)}
     if experts := [name for name in layers if expert_of(name)]:
         raise CometError(
@@ -165,12 +181,32 @@ def _refuse(manifest: Manifest, requantize: bool) -> None:
             "compressed-tensors cannot say",
             "pack with --recipe w4a16, or give --requantize to round them anew, at a loss that is then stated",
         )
+    lopsided = [name for name, entry in layers.items() if not entry.symmetric]
+    if lopsided and activations < 16 and not requantize:
+        raise CometError(
+            f"{lopsided[0]} and {len(lopsided) - 1} other linears have asymmetric weights, which readers of "
+            f"W4A{activations} do not take",
+            "pack with weights.symmetric: true, or give --requantize to round them anew, at a loss that is then stated",
+        )
 
 
-def _left_out(manifest: Manifest) -> list[str]:
+def _left_out(manifest: Manifest, activations: int) -> list[str]:
     recipe, lost = manifest.recipe, []
-    if recipe.activations.bits < 16:
-        lost.append(f"{recipe.activations.bits}-bit activations: they stay in 16 bit")
+    packed = recipe.activations
+    if packed.bits < 16 and activations == 16:
+        lost.append(f"{packed.bits}-bit activations: they stay in 16 bit")
+    if packed.bits < 8 and activations == 8:
+        lost.append("4-bit blocks of activations: all have 8 bits")
+    if packed.bits < 8 and activations == 4:
+        wide = 1 - manifest.int4_mac_fraction
+        lost.append(f"8-bit blocks for outliers, {wide:.1%} of multiply-adds: all activations have 4 bits")
+    if packed.bits < 8 and activations < 16 and packed.clip < 1:
+        lost.append(f"activations clipped at {packed.clip:g} of their largest value: readers do not clip")
+    if activations < 16:
+        lost.append(
+            f"no promise of {activations}-bit products: some readers keep activations in 16 bit or FP8 where they have "
+            "no such kernel (vLLM 0.26 on Hopper takes Machete, 16 bit, unless linear_backend=humming)"
+        )
     if recipe.kv_cache.bits < 16:
         lost.append(f"{recipe.kv_cache.bits}-bit KV cache: it stays in 16 bit")
     if manifest.embedding_bits == 8 or any(entry.weight_bits == 8 for entry in manifest.linears.values()):
@@ -186,8 +222,8 @@ def _moves(perm: Tensor) -> bool:
 
 
 def _rounded_anew(leaves: dict[str, Tensor], entry: LinearEntry) -> tuple[dict[str, Tensor], float]:
-    """A linear turned back to the model's own channels and rounded to nearest in their order; the error that this adds,
-    relative to the packed weight."""
+    """A linear turned back to the model's own channels and rounded to nearest in their order, symmetrically if `entry`
+    says so; the error that this adds, relative to the packed weight."""
     width, bits = entry.in_features, leaves["block_bits"]
     stored = weight_integers(leaves["qweight"], leaves.get("w_zero")) * leaves["w_scale"].float()[..., None]
     weight = rotate_int4(stored, bits) if entry.hadamard else stored  # the transform is its own inverse
@@ -225,7 +261,9 @@ def _decoded(codes: Tensor, scale: Tensor, width: int) -> Tensor:
     return rows.to(torch.bfloat16)
 
 
-def _quantization_config(groups: dict[tuple[bool, bool, int], list[str]], stored: Iterable[str]) -> dict[str, Any]:
+def _quantization_config(
+    groups: dict[tuple[bool, bool, int], list[str]], activations: int, stored: Iterable[str]
+) -> dict[str, Any]:
     """config.json's quantization_config: one group of linears per kind of layout."""
     config_groups = {}
     for number, ((symmetric, ordered, size), names) in enumerate(sorted(groups.items())):
@@ -240,7 +278,7 @@ def _quantization_config(groups: dict[tuple[bool, bool, int], list[str]], stored
                 "actorder": "group" if ordered else None,
                 "dynamic": False,
             },
-            "input_activations": None,
+            "input_activations": _activation_scheme(activations, size),
             "output_activations": None,
             "format": "pack-quantized",
         }
@@ -254,6 +292,14 @@ def _quantization_config(groups: dict[tuple[bool, bool, int], list[str]], stored
         "ignore": sorted((owners | {"lm_head"}) - quantized),
         "kv_cache_scheme": None,
     }
+
+
+def _activation_scheme(bits: int, size: int) -> dict[str, Any] | None:
+    """`input_activations` of one group of linears."""
+    if bits == 16:
+        return None
+    shape = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
+    return shape | {"dynamic": True}
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:

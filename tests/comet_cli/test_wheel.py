@@ -1,6 +1,7 @@
 """The wheel: built from a copy of the sources, resolved with its extras, installed into a clean environment, run."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -42,13 +43,15 @@ def test_it_holds_what_runs(wheel: Path) -> None:
                 assert inside.replace("recipes/", "comet_recipes/") in names or "__pycache__" in inside, inside
 
 
-def test_its_extras_resolve(wheel: Path) -> None:
+@pytest.mark.parametrize("extras", ["eval,cuda", "eval,cuda,vllm"])
+def test_its_extras_resolve(wheel: Path, extras: str) -> None:
     report = run(
         sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-",
-        f"{wheel}[eval,cuda]",
+        f"{wheel}[{extras}]",
     )  # fmt: skip
     chosen = {item["metadata"]["name"].lower().replace("_", "-") for item in json.loads(report)["install"]}
     assert {"torch", "transformers", "lm-eval", "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc"} <= chosen
+    assert ("vllm" in chosen) == ("vllm" in extras)
 
 
 def test_it_runs_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
@@ -62,3 +65,9 @@ def test_it_runs_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
         assert "Usage" in run(comet, command, "--help", cwd=tmp_path)
     code = "from comet_core.recipe import load_recipe; print(load_recipe('w4a4kv4').name)"
     assert run(python, "-c", code, cwd=tmp_path) == "w4a4kv4\n"
+    code = "from importlib.metadata import entry_points as e; print([p.value for p in e(group='vllm.general_plugins')])"
+    assert "comet_core.integrations.vllm:register" in run(python, "-c", code, cwd=tmp_path)
+    typed = "COMP_WORDS=(comet pack smollm) COMP_CWORD=2 && _comet_completion comet"
+    shell = f'source <(comet --show-completion bash) && {typed} && echo "${{COMPREPLY[@]}}"'
+    path = {**os.environ, "PATH": f"{comet.parent}{os.pathsep}{os.environ['PATH']}"}
+    assert run("bash", "-c", shell, cwd=tmp_path, env=path).split() == ["smollm2-135m"]

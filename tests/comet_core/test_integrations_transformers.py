@@ -312,8 +312,8 @@ for options in ({}, {"attn_implementation": "sdpa"}, {"dtype": "bfloat16", "trus
 
 
 def in_a_process(code: str, *arguments: str) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("cli", "cuda", "."))}
-    environment |= {"HF_HUB_OFFLINE": "1"}
+    paths = [*(str(ROOT / part) for part in ("cli", "cuda", ".")), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
 
