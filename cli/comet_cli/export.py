@@ -30,6 +30,9 @@ def export(
         bool,
         typer.Option("--contiguous", help="No reordered groups, which newer vLLM refuses; rounds such linears anew."),
     ] = False,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="No zero points; rounds asymmetric weights anew.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Write PACKED as a checkpoint that needs no COMET; says what is left out.
@@ -43,7 +46,9 @@ def export(
 
     source = packed or last_packed()
     target = out or source.with_name(f"{source.name}-{format}")
-    done = write(source, target, activations=activations, requantize=requantize, contiguous=contiguous)
+    done = write(
+        source, target, activations=activations, requantize=requantize, contiguous=contiguous, symmetric=symmetric
+    )
     errors = list(done.requantized.values())
     if json:
         fields = {**vars(done), "folder": str(done.folder)}
@@ -66,4 +71,9 @@ def export(
         console.talk(
             f"note: {done.reordered} linears have reordered groups (weight_g_idx), which compressed-tensors 0.17 and "
             "vLLM 0.26 read, but compressed-tensors 0.20 and vLLM 0.32 do not; --contiguous is for those"
+        )
+    if done.asymmetric:
+        console.talk(
+            f"note: {done.asymmetric} linears have zero points, which transformers with compressed-tensors 0.20.1 "
+            "cannot load; --symmetric is for that"
         )

@@ -1,11 +1,12 @@
 """Packed folder -> compressed-tensors checkpoint (pack-quantized), which stock transformers and vLLM read.
 
-The same 4-bit codes, scales and zero points, laid out their way. Three things differ between the formats:
+The same 4-bit codes, scales and zero points, laid out their way. What differs between the formats:
   - Permutations. Where the producer's rows carry one, nothing is left to do. Where channels are gathered at run time,
     columns go back to the model's order and `weight_g_idx` says which group each belongs to (actorder: group). Newer
-    vLLM (0.32, not 0.26) and compressed-tensors (0.20) refuse that: `contiguous` rounds such a linear anew, in groups
-    of neighbouring channels. Moving rows of the producer instead, or the residual stream once for all layers, would not
-    help: each input has an order of its own, and attention lets no channel leave its head.
+    readers (vLLM 0.32, compressed-tensors 0.20) refuse that: `contiguous` rounds such a linear anew, in groups of
+    neighbouring channels. Moving the residual stream once for all layers would not help: each input has an order of
+    its own, and attention lets no channel leave its head.
+  - Zero points, which compressed-tensors 0.20.1 under transformers 5.24 fails to load: `symmetric` rounds anew.
   - Groups of 128 that pad the last channels: a width that 128 does not divide (SmolLM2: 576) is written in groups of 64
     or 32, each pair or four with equal scales.
   - What that format cannot say: a weight that is stored rotated (Hadamard) is refused, or with `requantize` turned
@@ -53,11 +54,18 @@ class Exported:
     exact: list[str] = field(default_factory=list)  # linears whose weights are the packed ones
     requantized: dict[str, float] = field(default_factory=dict)  # linear -> relative weight error that was added
     reordered: int = 0  # linears with a weight_g_idx
+    asymmetric: int = 0  # linears with zero points
     left_out: list[str] = field(default_factory=list)  # in words
 
 
 def export(
-    folder: Path, out: Path, *, activations: int = 16, requantize: bool = False, contiguous: bool = False
+    folder: Path,
+    out: Path,
+    *,
+    activations: int = 16,
+    requantize: bool = False,
+    contiguous: bool = False,
+    symmetric: bool = False,
 ) -> Exported:
     """Write a compressed-tensors checkpoint of a packed folder, shard by shard.
 
@@ -67,6 +75,7 @@ def export(
         requantize: round weights anew that the format cannot hold (rotated, asymmetric below 16 bits of activations)
             instead of refusing them.
         contiguous: write no weight_g_idx; linears whose channels are gathered are rounded anew.
+        symmetric: write no zero points; asymmetric weights are rounded anew.
 
     Errors:
         CometError for weights that the format cannot hold without `requantize`, 8-bit weights, experts, or an output
@@ -93,7 +102,7 @@ def export(
             check_linear(name, leaves, entry)
             rotated = entry.hadamard and bool((leaves["block_bits"] == 4).any())
             gathered = "perm" in leaves and _moves(leaves["perm"]) and (contiguous or activations < 16)
-            lopsided = activations < 16 and not entry.symmetric
+            lopsided = (symmetric or activations < 16) and not entry.symmetric
             if rotated or gathered or lopsided:
                 entry = replace(entry, symmetric=entry.symmetric or lopsided)
                 leaves, done.requantized[name] = _rounded_anew(leaves, entry)
@@ -102,6 +111,7 @@ def export(
             size = _group_size(name, entry.in_features)
             stored = linear_tensors(leaves, entry, size)
             done.reordered += "weight_g_idx" in stored
+            done.asymmetric += not entry.symmetric
             groups.setdefault((entry.symmetric, "weight_g_idx" in stored, size), []).append(name)
             written |= {f"{name}.{leaf}": tensor for leaf, tensor in stored.items()}
         _save(out / shard.name, written)

@@ -45,13 +45,20 @@ def dtype_name() -> str:
     return "float32" if on_cpu() else "bfloat16"
 
 
+def gpus(args: argparse.Namespace) -> str:
+    """How many GPUs share the model, and how."""
+    ways = {"tensor parallel": args.tensor_parallel, "pipeline parallel": args.pipeline_parallel}
+    return " x ".join(f"{count} ({way})" for way, count in ways.items() if count > 1) or "1"
+
+
 def engine(model: Path, args: argparse.Namespace, **options: Any) -> Any:
     """A vLLM engine."""
     import torch
     from vllm import LLM
 
     shared: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
-    shared |= {"tensor_parallel_size": args.tensor_parallel, "disable_log_stats": False}
+    shared |= {"tensor_parallel_size": args.tensor_parallel, "pipeline_parallel_size": args.pipeline_parallel}
+    shared |= {"disable_log_stats": False}  # times of each request
     if on_cpu():
         shared |= {"enforce_eager": not args.compile}
     else:
@@ -162,7 +169,7 @@ def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_ap
         "kv": "16-bit",
         "dtype": dtype_name(),
         "engine": f"vLLM {sys.modules['vllm'].__version__}" if name == "vllm" else "comet",
-        "gpus": args.tensor_parallel if name == "vllm" else 1,
+        "gpus": gpus(args) if name == "vllm" else "1",
         "tokens_scored": tokens[:, 1:].numel(),
         "mean_log_probability_difference": mean_apart,
     }
@@ -252,7 +259,7 @@ def record_throughput(
         "batch": args.requests, "prompt_tokens": load[0], "output_tokens": load[1], "tokens_per_s": tokens_per_s,
         "ttft_ms": statistics.median(first) if first else None,
         "tpot_ms": statistics.median(after) if after else None, "weights": "random", "layers": args.layers,
-        "gpus": args.tensor_parallel, **about,  # kernels, and memory_gib: of the weights
+        "gpus": gpus(args), **about,  # kernels, and memory_gib: of the weights
         "kv_cache": CACHES[scheme.partition("+")[2]],
         "flags": f"{mode}, {TOKENS_A_STEP} batched tokens, all requests at once, greedy, no stop",
         "provenance": provenance(seed=0, device="cpu" if on_cpu() else "cuda"),
@@ -276,6 +283,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     shared.add_argument("--record", default="vllm.jsonl", help="file that records are appended to")
     shared.add_argument("--limit", type=float, default=150, help="seconds for each scheme, its start included")
     shared.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model")
+    shared.add_argument("--pipeline-parallel", type=int, default=1, help="stages of layers, each on GPUs of its own")
     shared.add_argument("--compile", action="store_true", help="vLLM's own torch.compile and CUDA graph settings")
     one = jobs.add_parser("perplexity", parents=[shared])
     one.add_argument("packed")
