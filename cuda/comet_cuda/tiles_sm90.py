@@ -133,9 +133,9 @@ def tile_table() -> tuple[dict[str, int], ...]:
 
 def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1) -> Tiles:
     """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`); `share` as in TiledWeight."""
+    size = {"max_tokens": tokens, "max_rows": rows, "max_blocks": blocks, "max_weights": rows * blocks * BLOCK}
     for row in tile_table():
-        fits = tokens <= row.get("max_tokens", tokens) and rows * blocks * BLOCK <= row.get("max_weights", 1 << 62)
-        if fits and row.get("share", 1) in (1, share):
+        if row.get("share", 1) in (1, share) and all(row.get(name, value) >= value for name, value in size.items()):
             return Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
     raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
 
