@@ -13,6 +13,7 @@ the pool grows at its end. Sequences that start in different columns (left paddi
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +43,15 @@ def cache_for(model: nn.Module) -> "KV4Cache | None":
     config = config.get_text_config(decoder=True)
     ours = str(config._attn_implementation).startswith("comet-kv4-")
     return KV4Cache(spec, config.num_hidden_layers) if ours and spec.key_granularity == "channel" else None
+
+
+@lru_cache(maxsize=4)
+def _indices(places: tuple[int, ...], pages: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, positions and page table of one token a sequence in a pool of `pages`: the same in all layers of a step."""
+    position = torch.tensor(places, dtype=torch.int32, device=device)
+    slot = torch.arange(len(places), dtype=torch.int32, device=device)
+    numbers = torch.arange(pages, dtype=torch.int32, device=device)
+    return slot, position, numbers.view(-1, len(places)).T.contiguous()
 
 
 class KV4Cache(Cache):  # type: ignore[misc]
@@ -128,16 +138,13 @@ class KV4Layer(CacheLayerMixin):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, starts: list[int], scale: float, softcap: float, window: int
     ) -> Tensor:
         """`attend` for one new token a sequence, through the ops kv4_append and kv4_decode. starts: by sequence."""
-        places = [self.tokens - 1 - start for start in starts]
-        self._grow(-(-(max(places) + 1 - self.spec.sinks) // self.spec.page))
+        places = tuple(self.tokens - 1 - start for start in starts)
+        longest = max(places) + 1
+        self._grow(-(-(longest - self.spec.sinks) // self.spec.page))
         assert self.pages is not None
-        position = torch.tensor(places, dtype=torch.int32, device=query.device)
-        slot = torch.arange(len(places), dtype=torch.int32, device=query.device)
-        numbers = torch.arange(self.pages.k_codes.shape[0], dtype=torch.int32, device=query.device)
-        table = numbers.view(-1, len(places)).T.contiguous()
+        slot, position, table = _indices(places, self.pages.k_codes.shape[0], query.device)
         new = [tensor[:, :, 0].contiguous() for tensor in (query, key, value)]
         kv4_append(new[1], new[2], slot, position, table, self.pages)
-        longest = max(places) + 1
         out = kv4_decode(new[0], slot, position + 1, table, self.pages, scale, window, softcap, longest)
         return out[:, :, None]
 
