@@ -47,7 +47,7 @@ def cache_for(model: nn.Module) -> "KV4Cache | None":
 
 @lru_cache(maxsize=4)
 def _indices(places: tuple[int, ...], pages: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, positions and page table of one token a sequence in a pool of `pages`: the same in all layers of a step."""
+    """Slots, positions and page table of one token a sequence, the same in all layers of a step."""
     position = torch.tensor(places, dtype=torch.int32, device=device)
     slot = torch.arange(len(places), dtype=torch.int32, device=device)
     numbers = torch.arange(pages, dtype=torch.int32, device=device)
