@@ -75,10 +75,13 @@ def _version(package: str) -> str | None:
 
 
 def _git_sha() -> str | None:
-    """Commit of the checkout this file lies in, `+changes` added if tracked files differ; None outside a checkout."""
+    """Commit of the checkout this file lies in, `+changes` added if tracked files differ.
+
+    Outside a checkout: what the variable COMET_GIT_SHA says (of an exported tree), else None.
+    """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("COMET_GIT_SHA") or None
     try:
         sha = _run("git", "-C", str(root), "rev-parse", "HEAD")
         changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -202,7 +203,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     provenance = {
         "command": f"python cuda/tools/bench_attention.py --out {args.out.name}",
-        "git_sha": args.git_sha or output_of("git", "rev-parse", "HEAD"),
+        "git_sha": args.git_sha or os.environ.get("COMET_GIT_SHA") or output_of("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,

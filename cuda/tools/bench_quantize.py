@@ -10,6 +10,7 @@ At the end the host's time of one call is printed.
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import time
@@ -141,7 +142,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     provenance = {
         "command": f"python cuda/tools/bench_quantize.py --out {args.out.name}",
-        "git_sha": args.git_sha or output_of("git", "rev-parse", "HEAD"),
+        "git_sha": args.git_sha or os.environ.get("COMET_GIT_SHA") or output_of("git", "rev-parse", "HEAD"),
         "gpu": torch.cuda.get_device_name(),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
