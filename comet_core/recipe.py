@@ -63,9 +63,9 @@ class WeightSpec:
     symmetric: bool = flag(False)
     method: str = one_of("gptq", "rtn")
     clip_search: bool = flag(True)
-    damping: float = number(0.01, 0, 1, open_low=True)  # share of the mean Hessian diagonal
+    damping: float = number(0.1, 0, 1, open_low=True)  # share of the mean Hessian diagonal
     token_weighting: str = one_of("inverse_norm", "none")
-    first_token: float = number(1.0, 1, 1_000_000)  # tokens that the first one of a window counts for
+    first_token: float = number(64.0, 1, 1_000_000)  # tokens that the first one of a window counts for
     holdout: float = number(0.125, 0, 0.5)  # share of the calibration windows
     group: str = one_of("block", "row")  # what shares one scale and zero point of a row
     inputs: str = one_of("exact", "quantized")  # what GPTQ multiplies: inputs as they are, or as their codes

@@ -204,7 +204,7 @@ def run(recipes: Sequence[Recipe], setting: Setting, jobs: int, seconds: float) 
 def _chosen(recipes: Sequence[Recipe], only: str | None) -> Iterator[Recipe]:
     names = only.split(",") if only else None
     for recipe in recipes:
-        if names is None or recipe.name.partition("+")[2] in names:
+        if names is None or recipe.name in names or recipe.name.partition("+")[2] in names:
             yield recipe
 
 

@@ -85,4 +85,5 @@ def test_no_method_borrows_what_this_project_adds(name: str) -> None:
         assert (spec.token_weighting, spec.holdout, spec.inputs, spec.target, spec.passes) == (
             "none", 0, "exact", "weights", 0
         )  # fmt: skip
+        assert (spec.damping, spec.first_token) == (0.01, 1)
     assert recipe.blocks.rule in ("none", "first") or name.startswith("fmpq")

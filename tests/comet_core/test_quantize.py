@@ -49,7 +49,7 @@ def test_gptq_beats_rounding_on_the_inputs_it_saw(symmetric: bool) -> None:
 def test_gptq_without_correlation_is_rounding() -> None:
     """A diagonal Hessian moves no error, so both must choose the same codes."""
     w = torch.randn(8, 2, 128)
-    spec = WeightSpec()
+    spec = WeightSpec(damping=1e-6)
     hessian = torch.diag(torch.rand(256) + 0.5)
     found = quantize_gptq(w, hessian, spec)
     assert found is not None
