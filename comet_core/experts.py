@@ -24,6 +24,13 @@ FLAGS = {  # what transformers says of a stack's layout, and what is taken apart
 INSIDE = re.compile(r"(?P<experts>.*)\.(?P<index>\d+)\.(?:gate_proj|up_proj|down_proj)$")
 
 
+class ExpertLinear(nn.Linear):
+    """A linear that draws no weights: they are read, and large mixtures have twenty thousand of it."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
 class Expert(nn.Module):
     """down(act(gate(x)) * up(x)). H channels in and out, F inside."""
 
@@ -31,8 +38,8 @@ class Expert(nn.Module):
         super().__init__()
         self.hidden, self.inner = hidden, inner
         kind: dict[str, Any] = {"bias": False, "device": "meta", "dtype": dtype}
-        self.gate_proj, self.up_proj = nn.Linear(hidden, inner, **kind), nn.Linear(hidden, inner, **kind)
-        self.down_proj = nn.Linear(inner, hidden, **kind)
+        self.gate_proj, self.up_proj = ExpertLinear(hidden, inner, **kind), ExpertLinear(hidden, inner, **kind)
+        self.down_proj = ExpertLinear(inner, hidden, **kind)
         self.act_fn = activation
 
     def forward(self, x: Tensor) -> Tensor:
