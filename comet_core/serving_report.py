@@ -12,6 +12,7 @@ from comet_core.serving_scheme import SCHEMES
 
 IDENTITY = ("model", "layers", "scheme", "engine", "batch", "batch_is_largest", "prompt_tokens", "output_tokens")
 BASELINE = "16-bit"
+BASELINES = (BASELINE, "bf16")  # ours, and what vLLM calls it
 ORDER = ("GEMM", "attention", "lm_head", "norm and quantize", "rotate and append", "sample", "other")
 MEMORY_SCHEMES = (BASELINE, "W4A16KV16", "W4A4KV4")  # in the picture of memory
 
@@ -32,7 +33,7 @@ def serving_table(records: Sequence[Record]) -> str:
     base = {
         tuple(r[key] for key in ("model", "engine", "batch", "prompt_tokens", "output_tokens")): r
         for r in found
-        if r["scheme"] == BASELINE
+        if r["scheme"] in BASELINES
     }
     rows = []
     for r in found:

@@ -2,8 +2,7 @@
 
 vLLM reads config.json, finds quant_method comet and asks the config below for a method per linear. Which linears are
 packed, and how, stands in the manifest. Embeddings, norms and lm_head are 16 bit and vLLM's own. The KV cache is
-vLLM's own too, in 16 bit unless the user chooses another with --kv-cache-dtype: its 4-bit kind keeps keys per token,
-which some models do not stand, while COMET's keeps them per channel.
+vLLM's own too, in 16 bit unless the user chooses another with --kv-cache-dtype (vllm_cache.py says what that means).
 """
 
 from pathlib import Path
@@ -36,6 +35,7 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.manifest: Manifest | None = None
+        self._warned = False
 
     def get_name(self) -> str:
         """quant_method."""
@@ -79,8 +79,6 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
                 f"{model_name}: its activations are 16 bit, for which vLLM has faster kernels of its own",
                 f"comet export {model_name}, and serve the folder that it writes",
             )
-        if recipe.kv_cache.bits == 4:
-            logger.warning("COMET: the recipe's 4-bit KV cache is not used by vLLM; --kv-cache-dtype decides instead")
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of one module: packed linears ours, other linears 16 bit, everything else vLLM's default."""
@@ -92,6 +90,7 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
             return None
         if self.manifest is None:
             raise CometError(f"{prefix}: vLLM has not said where the packed folder is", "this vLLM is too old or new")
+        self._warn_of_cache(self.manifest)
         owner, _, leaf = prefix.rpartition(".")
         members = [f"{owner}.{name}" for name in self.packed_modules_mapping.get(leaf, [])]
         if not any(name in self.manifest.linears for name in members):
@@ -100,3 +99,15 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
         if entry is None:
             return UnquantizedLinearMethod()
         return CometLinearMethod(entry, self.manifest.recipe.blocks.tp_granularity)
+
+    def _warn_of_cache(self, manifest: Manifest) -> None:
+        """Say once what vLLM's KV cache means for this model."""
+        from vllm.config import get_current_vllm_config
+
+        from comet_core.integrations.vllm_cache import cache_warning
+
+        if not self._warned:
+            dtype = str(get_current_vllm_config().cache_config.cache_dtype)
+            if words := cache_warning(dtype, manifest.recipe.kv_cache.bits, manifest.sha256):
+                logger.warning(words)
+        self._warned = True

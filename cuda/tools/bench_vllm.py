@@ -23,11 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_forks import in_a_fork, preload, say
+from vllm_forks import in_a_fork, preload_once_for_all, say
 from vllm_shapes import kernels_of, shape_only, weight_bytes
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not touch it
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `kernels_of` is sent to the process of the model
 GRAPH_SIZES = [1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]  # decode batches that are captured
 TOKENS_A_STEP = 8192
@@ -43,6 +44,12 @@ def on_cpu() -> bool:
 def dtype_name() -> str:
     """What models compute in."""
     return "float32" if on_cpu() else "bfloat16"
+
+
+def engine_name(args: argparse.Namespace) -> str:
+    """vLLM, its version, and what makes its figures another kind: torch.compile, several GPUs."""
+    kinds = ["torch.compile"] * args.compile + [f"GPUs: {gpus(args)}"] * (gpus(args) != "1")
+    return ", ".join([f"vLLM {sys.modules['vllm'].__version__}", *kinds])
 
 
 def gpus(args: argparse.Namespace) -> str:
@@ -255,7 +262,7 @@ def record_throughput(
     after = [1e3 * (t.last_token_ts - t.first_token_ts) / (load[1] - 1) for t in times if load[1] > 1]
     mode = "torch.compile and CUDA graphs as vLLM sets them" if args.compile else "no torch.compile, full decode graphs"
     record = {
-        "kind": "e2e", "model": args.alias, "scheme": scheme, "engine": f"vLLM {sys.modules['vllm'].__version__}",
+        "kind": "e2e", "model": args.alias, "scheme": scheme, "engine": engine_name(args),
         "batch": args.requests, "prompt_tokens": load[0], "output_tokens": load[1], "tokens_per_s": tokens_per_s,
         "ttft_ms": statistics.median(first) if first else None,
         "tpot_ms": statistics.median(after) if after else None, "weights": "random", "layers": args.layers,
@@ -306,7 +313,7 @@ def main() -> None:
     for word in sys.argv[1:]:
         jobs.append([]) if word == "--" else jobs[-1].append(word)
     parsed = [parse(words) for words in jobs]
-    preload()
+    preload_once_for_all()
     failed = 0
     for job in parsed:
         try:

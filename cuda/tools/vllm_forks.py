@@ -1,7 +1,8 @@
 """Engines of vLLM in forks of one process that has imported everything: start-up once, failures and limits apart.
 
-`preload` imports without touching a GPU, `in_a_fork` runs one function in a child with a time limit and returns what it
-returned. A child leads a process group of its own, so that the engine and workers which it starts end with it.
+`preload_once_for_all` imports without touching a GPU, `in_a_fork` runs one function in a child with a time limit and
+returns what it returned. A child leads a process group of its own, so that the engine and workers which it starts end
+with it.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 START = time.perf_counter()
+_LOADED: list[str] = []  # vLLM's version, once it is imported
 PRELOAD = (  # what an engine imports when it starts
     "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn",
@@ -35,7 +37,6 @@ def say(*words: object) -> None:
 
 def preload() -> None:
     """Import vLLM once for all forks, without touching a GPU, and let it look at models in this process."""
-    import torch
     import vllm
     from vllm.plugins import load_general_plugins
 
@@ -51,8 +52,22 @@ def preload() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()  # else another interpreter imports everything again
-    assert not torch.cuda.is_initialized(), "an import has touched the GPU, so no fork can use it"
+    _LOADED.append(vllm.__version__)
     say("vLLM", vllm.__version__, "imported")
+
+
+def preload_once_for_all() -> None:
+    """`preload` in this process, for all forks; in each fork instead where an import touches the GPU (a GPU that was
+    touched before a fork cannot be used in it) or BENCH_VLLM_PRELOAD is 0."""
+    import torch
+
+    if os.environ.get("BENCH_VLLM_PRELOAD") == "0":
+        return
+    preload()
+    if torch.cuda.is_initialized():
+        say("an import has touched the GPU: each fork imports vLLM by itself")
+        os.environ["BENCH_VLLM_PRELOAD"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def in_a_fork(name: str, limit: float, work: Callable[[], Any]) -> Any:
@@ -65,6 +80,8 @@ def in_a_fork(name: str, limit: float, work: Callable[[], Any]) -> Any:
         os.setsid()
         status = 1
         try:
+            if not _LOADED:
+                preload()
             answer.write_text(json.dumps(work()))
             status = 0
         except BaseException:

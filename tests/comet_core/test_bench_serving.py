@@ -100,6 +100,9 @@ def test_the_table_compares_with_16_bit_and_takes_the_latest() -> None:
     assert len(lines) == 4
     assert "| 2,000 | 2.00 | 2.50 |" in lines[3]
     assert "| 1,000 |  |  |" in lines[2]
+    on_vllm = {"engine": "vLLM 0.26.0"}
+    lines = serving_table([*found, record("bf16", 500.0, 20.0) | on_vllm, record("comet", 600.0, 10.0) | on_vllm])
+    assert any("comet, vLLM 0.26.0" in line and "| 600 | 1.20 | 2.00 |" in line for line in lines.splitlines())
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from vllm_shapes import shape_only
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_forks, "wait_for_memory", lambda: None)
+    monkeypatch.setattr(vllm_forks, "_LOADED", ["no vLLM is needed here"])
 
 
 def fail() -> None:
