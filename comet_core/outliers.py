@@ -94,7 +94,7 @@ def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: 
                 torch.log10(_pool(_relative(values))).numpy(), aspect="auto", cmap="magma", vmin=-0.5, vmax=top
             )
             axis.set_title(f"{name}, {label}", fontsize=9)
-            axis.set_ylabel("layer", fontsize=8)
+            axis.set_ylabel("expert, layer by layer" if "*" in name else "layer", fontsize=8)
             axis.set_xticks([0, values.shape[1] - 1 if values.shape[1] < HEAT_MAP_COLUMNS else HEAT_MAP_COLUMNS - 1])
             axis.set_xticklabels(["channel 0", str(values.shape[1] - 1)], fontsize=7)
             axis.tick_params(labelsize=7)

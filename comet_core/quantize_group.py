@@ -68,7 +68,8 @@ def quantize_group(
             note["warning"] = UNREACHED
         elif spec.method == "gptq":
             note["warning"] = "the Hessian stayed indefinite through all dampings; rounded to nearest"
-        note["relative_output_error"] = {method: error / energy[name] for method, error in errors[name].items()}
+        seen = errors[name].items() if train.tokens or not needs_windows(spec) else ()
+        note["relative_output_error"] = {method: error / energy[name] for method, error in seen}
         notes.append(note)
     return result, notes
 

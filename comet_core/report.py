@@ -8,12 +8,14 @@ import base64
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from comet_core.bench_plots import draw_speed_up
+from comet_core.experts import any_expert
 from comet_core.inspection import inspect_packed
 from comet_core.results import Record, latest, markdown, read
 from comet_cuda.errors import CometError
@@ -192,11 +194,19 @@ def _sizes(found: dict[str, Any]) -> Table:
 
 
 def _layers(found: dict[str, Any]) -> Table:
-    rows = [
-        [row["linear"], f"{row['in']:,} -> {row['out']:,}", row["method"], f"{row['int8_blocks']} of {_blocks(row)}",
-         "" if row["relative_output_error"] is None else f"{row['relative_output_error']:.2e}", _size(row["bytes"])]
-        for row in found["linears"]
-    ]  # fmt: skip
+    """A row per linear; the experts of a layer share one, with their highest error."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in found["linears"]:
+        kinds.setdefault(any_expert(row["linear"]), []).append(row)
+    rows = []
+    for name, same in kinds.items():
+        errors = [row["relative_output_error"] for row in same if row["relative_output_error"] is not None]
+        methods = Counter(row["method"] for row in same)
+        words = same[0]["method"] if len(same) == 1 else ", ".join(f"{n} {word}" for word, n in methods.items())
+        blocks = f"{sum(row['int8_blocks'] for row in same)} of {sum(map(_blocks, same))}"
+        channels = f"{same[0]['in']:,} -> {same[0]['out']:,}"
+        error = f"{max(errors):.2e}" if errors else ""
+        rows.append([name, channels, words, blocks, error, _size(sum(row["bytes"] for row in same))])
     head = ["linear", "channels", "method", "8-bit blocks", "relative output error", "size"]
     return Table("linears", "Every packed linear", head, rows)
 

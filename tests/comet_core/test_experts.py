@@ -155,6 +155,7 @@ def test_an_expert_without_tokens_is_named_and_rounded(mixture: Any, tmp_path: P
     for name, note in notes.items():
         if (found := expert_of(name)) and ".1." in found[0]:
             methods.setdefault(found[1], set()).add(note["method"])
+    assert notes[f"model.layers.1.mlp.experts.{LONELY}.up_proj"]["relative_output_error"] == {}  # nobody saw an output
     assert methods[LONELY] == {"rtn"} and "gptq" in methods[0] | methods[1]
     linear = load_packed(tmp_path / "packed").model.get_submodule(f"model.layers.1.mlp.experts.{LONELY}.down_proj")
     assert set(linear.block_bits.tolist()) == {8}  # nothing is known of its outliers
@@ -281,6 +282,16 @@ def test_a_router_with_a_bias_keeps_it(put_through: Callable[..., Any]) -> None:
     assert bias.abs().max() > 0
     assert all(torch.equal(model.get_buffer(name), bias) for model in opened)
     assert torch.equal(*map(logits, opened))
+
+
+def test_a_report_gives_the_experts_of_a_layer_one_row(mixture: Any, tmp_path: Path) -> None:
+    from comet_core.report import write_report
+
+    write_report(mixture.packed, tmp_path / "report.html", [], tmp_path / "tables")
+    rows = (tmp_path / "tables" / "linears.csv").read_text().splitlines()
+    mine = [row for row in rows if row.startswith("model.layers.1.mlp.experts.")]
+    assert [row.split(",")[0].rpartition(".")[2] for row in mine] == ["down_proj", "gate_proj", "up_proj"]
+    assert all(".experts.*." in row and "gptq" in row and "rtn" in row for row in mine)
 
 
 def test_what_does_not_know_experts_says_so(mixture: Any, tmp_path: Path) -> None:
