@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from comet_core.results import Record
+from comet_core.whole_files import whole_file
 
 
 def _axes(title: str):  # type: ignore[no-untyped-def]
@@ -44,7 +45,8 @@ def draw_speed_up(records: Sequence[Record], png: Path) -> Path:
     axis.set_ylabel("speed-up, geometric mean over shapes (thin: single shapes)")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(png, dpi=120)
+    with whole_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=120)
     return png
 
 
@@ -68,5 +70,6 @@ def draw_roofline(records: Sequence[Record], png: Path) -> Path:
     axis.set_ylabel("TOP/s (dash: the bound)")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(png, dpi=120)
+    with whole_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=120)
     return png

@@ -12,6 +12,7 @@ from typing import Any
 
 from comet_core.recipe import Recipe, load_recipe, recipe_names
 from comet_core.results import latest, markdown
+from comet_core.whole_files import whole_file
 
 IDENTITY = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized")
 
@@ -85,6 +86,7 @@ def bits_plot(records: Iterable[dict[str, Any]], path: Path) -> bool:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=130, metadata={"Software": None})
     pyplot.close(figure)
     return True

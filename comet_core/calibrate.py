@@ -39,6 +39,7 @@ from comet_core.plan import (
 from comet_core.progress import Progress
 from comet_core.recipe import LinearSpec, Recipe
 from comet_core.transform import transformed
+from comet_core.whole_files import claimed
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import QUAD
@@ -113,6 +114,20 @@ def calibrate(
         CometError for models, data or recipes that do not fit each other, before the long part where possible.
     """
     device, compute = resolve_compute(device, dtype)
+    with claimed(out):
+        writable_folder(out)
+        return _calibrate(source, recipe, out, device, compute, progress, limit_share)
+
+
+def _calibrate(
+    source: ModelSource,
+    recipe: Recipe,
+    out: Path,
+    device: str,
+    compute: torch.dtype,
+    progress: Progress,
+    limit_share: float,
+) -> Calibration:
     tokens, data = calibration_tokens(source, recipe)
     source = transformed(source, recipe.transform, tokens, device=device, dtype=compute, progress=progress)
     decoder = Decoder(source, device=device, dtype=compute)
@@ -123,7 +138,7 @@ def calibrate(
         dtype=compute,
         device=decoder.device,
         limit=int(DEFAULT_LIMIT * limit_share),
-        spill_folder=writable_folder(out),
+        spill_folder=out,
     )
     calls = embed_windows(decoder, tokens, hidden)
     probe_hidden, probe_calls = decoder.first_hidden(probe), decoder.calls(probe)

@@ -18,6 +18,7 @@ from comet_core.experts import any_expert
 from comet_core.outliers import draw_heat_map
 from comet_core.plan import BlockPlan
 from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
+from comet_core.whole_files import cannot_write, whole_file, write_text
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 
@@ -75,7 +76,7 @@ def writable_folder(out: Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another folder with --out") from error
+        raise cannot_write(out, error) from error
     return out
 
 
@@ -107,8 +108,8 @@ def save(calibration: Calibration, out: Path) -> None:
             }
         )
     (out / MANIFEST).unlink(missing_ok=True)
-    save_file(tensors, out / (STATISTICS + ".tmp"))
-    (out / (STATISTICS + ".tmp")).rename(out / STATISTICS)
+    with whole_file(out / STATISTICS) as partial:
+        save_file(tensors, partial)
     manifest = {
         "format_version": FORMAT_VERSION,
         "recipe": recipe_to_dict(calibration.recipe),
@@ -119,8 +120,7 @@ def save(calibration: Calibration, out: Path) -> None:
         "int4_mac_fraction": calibration.int4_mac_fraction,
         "groups": groups,
     }
-    (out / (MANIFEST + ".tmp")).write_text(json.dumps(manifest, indent=1))
-    (out / (MANIFEST + ".tmp")).rename(out / MANIFEST)
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def load_calibration(folder: Path) -> Calibration:

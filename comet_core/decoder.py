@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.experts import Expert, Experts, layer_experts, separate_experts
+from comet_core.host_memory import trim
 from comet_core.kv_cache import sixteen_name
 from comet_core.model_source import ModelSource
 from comet_cuda.errors import CometError
@@ -147,6 +148,7 @@ class Decoder:
     def release_layer(self, index: int) -> None:
         """Drop layer `index` and all it holds; it cannot be used again."""
         self.layers[index] = nn.Module()
+        trim()
 
     def load_layer(self, index: int) -> nn.Module:
         """Layer `index` with its weights in memory."""

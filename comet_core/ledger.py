@@ -18,7 +18,8 @@ from comet_core.model_card import model_card
 from comet_core.model_source import ModelSource
 from comet_core.packed import FORMAT_VERSION, MANIFEST, STARTED, LinearEntry, Manifest, manifest_json
 from comet_core.recipe import Recipe, digest, recipe_to_dict
-from comet_core.shards import INDEX, tensor_sha256, write_atomic
+from comet_core.shards import INDEX, tensor_sha256
+from comet_core.whole_files import whole_file, write_text
 from comet_cuda.errors import CometError
 
 # A transformers that does not know COMET would skip the unknown quant_method with a warning and go on with random
@@ -86,9 +87,9 @@ class Ledger:
             "metadata": {"total_size": sum(self.sizes.values())},
             "weight_map": dict(sorted(self.weight_map.items())),
         }
-        write_atomic(out / INDEX, json.dumps(index, indent=1) + "\n")
-        write_atomic(out / "README.md", model_card(manifest))
-        write_atomic(out / MANIFEST, manifest_json(manifest, recipe_to_dict(recipe)))
+        write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
+        write_text(out / "README.md", model_card(manifest))
+        write_text(out / MANIFEST, manifest_json(manifest, recipe_to_dict(recipe)))
         config = source.config.to_dict()
         config["quantization_config"] = {
             "quant_method": "comet",
@@ -97,7 +98,7 @@ class Ledger:
             "recipe_digest": manifest.recipe_digest,
         }
         config["experts_implementation"] = GUARD
-        write_atomic(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
+        write_text(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
         (out / STARTED).unlink(missing_ok=True)
         return self._summary(manifest, f"{found.layer_prefix}.", out)
 
@@ -136,7 +137,8 @@ def _copy_tokenizer(folder: Path | None, out: Path) -> None:
     try:
         for file in sorted(folder.iterdir()) if folder is not None else ():
             if file.name in TOKENIZER_FILES:
-                shutil.copyfile(file, out / file.name)
+                with whole_file(out / file.name) as partial:
+                    shutil.copyfile(file, partial)
     except OSError as error:
         raise CometError(
             f"{folder}: its tokenizer files cannot be copied to {out} ({error.strerror})",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from comet_core.observe import ChannelStats
+from comet_core.whole_files import whole_file
 from comet_cuda.affine import BLOCK, num_blocks
 
 HEAT_MAP_COLUMNS = 256  # channels are pooled (by maximum) to this many columns in the picture
@@ -101,7 +102,8 @@ def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: 
             figure.colorbar(image, ax=axis, fraction=0.03).ax.tick_params(labelsize=7)
     figure.suptitle(f"{title}: channel maximum over the median channel, log10", fontsize=10)
     figure.tight_layout()
-    figure.savefig(png, dpi=110)
+    with whole_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=110)
     pyplot.close(figure)
 
 

@@ -4,12 +4,10 @@ Tuning needs the whole model. It starts from a finished folder of its own beside
 is killed while tuning finds the untuned model again.
 """
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from comet_core.calibrate import resolve_compute
 from comet_core.calibration import Calibration, load_calibration
@@ -23,6 +21,7 @@ from comet_core.recipe import Recipe, TuningSpec, digest
 from comet_core.shards import read_shard, write_shard
 from comet_core.transform import transformed
 from comet_core.tune import tune
+from comet_core.whole_files import claimed, discard
 from comet_cuda.errors import CometError
 
 
@@ -60,22 +59,10 @@ def pack(
             "calibrate this model, or name the other one",
         )
     _check_embedding_bits(source, recipe)
-    lock = FileLock(out.parent / f".{out.name}.lock", timeout=0)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise CometError(
-            f"{out}: another command is packing into this folder", "wait for it, or choose --out"
-        ) from error
-    except OSError as error:
-        raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another folder with --out") from error
-    try:
+    with claimed(out):
         if recipe.tuning.epochs:
             return _pack_tuned(source, found, recipe, out, device, compute, progress)
         return PackJob(source, found, recipe, out, device, compute, progress, limit_share).run()
-    finally:
-        lock.release()
 
 
 def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
@@ -150,5 +137,5 @@ def _pack_tuned(
         write_shard(job.shard(index), tensors, notes)
         job.ledger.record(job.shard(index), tensors, notes)
     info = job.ledger.finish(source, found, recipe, out)
-    shutil.rmtree(draft.out)
+    discard(draft.out)
     return info

@@ -40,7 +40,8 @@ from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
 from comet_core.quantize_group import needs_sixteen, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest
-from comet_core.shards import INDEX, read_shard, shard_name, write_atomic, write_shard
+from comet_core.shards import INDEX, read_shard, shard_name, write_shard
+from comet_core.whole_files import cannot_write, write_text
 from comet_core.windows import OutputMemo, Sixteen, Windows, memo_bytes, sixteen_layer
 from comet_cuda.errors import CometError
 
@@ -194,11 +195,9 @@ class PackJob:
                 raise CometError(
                     f"{self.out}: is not empty and holds no packed model", "choose another folder with --out"
                 )
-            write_atomic(marker, json.dumps(job))
+            write_text(marker, json.dumps(job))
         except OSError as error:
-            raise CometError(
-                f"{self.out}: cannot be written ({error.strerror})", "choose another folder with --out"
-            ) from error
+            raise cannot_write(self.out, error) from error
         except ValueError as error:
             raise CometError(f"{marker}: cannot be understood", "remove the folder and pack again") from error
 

@@ -5,6 +5,7 @@ extends time and memory linearly in layers and windows; disk follows from the sh
 of it that every packing does first.
 """
 
+import gc
 import shutil
 import tempfile
 import time
@@ -141,6 +142,7 @@ class _Peaks(SilentProgress):
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
         self._step = "start"
+        gc.collect()
         trim()
         forget_peak()
 

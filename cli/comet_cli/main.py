@@ -1,10 +1,13 @@
 """Arguments in, one of the commands run, an exit code out.
 
 Each command sits in its own file and imports what it needs when it runs, so that `comet --help` answers at once. The
-group below turns what a user can mend (CometError) into `error:` and `hint:` lines and exit code 2, and Ctrl-C into
-130 with a word on how to go on; a traceback is always a defect of ours.
+group below turns what a user can mend (CometError) and what the machine lacks into `error:` and `hint:` lines and exit
+code 2, and Ctrl-C into 130 (SIGTERM: 143) with a word on how to go on; a traceback is always a defect of ours.
 """
 
+import errno
+import signal
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +30,9 @@ from comet_cli import (
 )
 from comet_cuda.errors import CometError
 
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory",
+             "can't start new thread", "failed to map segment", "static TLS")  # fmt: skip
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 GO_ON = {  # command -> what Ctrl-C leaves behind
     "pack": "The same command goes on after the last finished layer.",
     "demo": "The same command goes on; finished steps are kept.",
@@ -42,10 +48,36 @@ class CometGroup(TyperGroup):
         except CometError as error:
             console.fail(error)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             go_on = GO_ON.get(ctx.invoked_subcommand or "", "The same command starts it again.")
             console.talk(f"\nStopped. {go_on}")
-            raise typer.Exit(130) from None
+            raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: an orderly end, as by Ctrl-C."""
+
+
+def terminate(*_: object) -> None:
+    """What SIGTERM does while a command runs."""
+    raise Terminated
+
+
+def of_the_machine(error: Exception) -> CometError | None:
+    """A full disk, a folder that is not ours or too little memory, as an error for people; None if it is a defect."""
+    words = str(error)
+    if isinstance(error, MemoryError) or any(sign in words for sign in NO_MEMORY):
+        where = "GPU" if "CUDA" in words else "machine"
+        return CometError(
+            f"the memory of this {where} is used up ({words.splitlines()[0] if words else type(error).__name__})",
+            "end other programs, or use fewer or shorter windows (--samples, --seq-len); comet pack MODEL --dry-run "
+            "says what a run takes",
+        )
+    if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+        from comet_core.whole_files import cannot_write
+
+        return cannot_write(Path(str(error.filename)) if error.filename else Path("a file"), error)
+    return None
 
 
 def print_version(wanted: bool) -> None:
@@ -88,4 +120,12 @@ app.command("doctor")(doctor.doctor)
 
 def main() -> None:
     """Entry point of the `comet` script."""
-    app(prog_name="comet")
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        app(prog_name="comet")
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        found = of_the_machine(error)
+        if found is None:
+            raise
+        console.fail(found)
+        raise SystemExit(2) from None

@@ -69,6 +69,7 @@ def pack(
             calibrate.run(source, chosen, calibration, device, dtype, json=None)
         else:
             console.talk(f"calibration: {calibration}, found")
+            calibrate.draw(load_calibration(calibration), calibration)
     info = pack_model(source, calibration, chosen, folder, device=device, dtype=dtype, progress=console.progress())
     runs.remember_packed(info.folder)
     for warning in info.warnings:

@@ -50,7 +50,7 @@ def reproduce(
     options.set_threads(threads)
     loaded = [load_table(name) for name in tables or ["table1", "table2"]]
     loaded = [resized(table, windows, limit, samples) for table in loaded]
-    from comet_core.reproduce import cells, measure
+    from comet_core.reproduce import cells, measure, sweep
     from comet_core.reproduce_report import write_report
 
     chosen = {"models": _names(models), "recipes": _names(recipes)}
@@ -78,15 +78,17 @@ def reproduce(
                 except CometError as error:
                     console.talk(f"{cell.model}, {cell.row.label}: left out. {error.message}")
         found = cells(table, known(), **chosen)
+        sweep(found, out)
         for path in write_report(table, found, out):
             console.data(str(path))
         values = {(cell.model, cell.row.label): cell.value("perplexity") for cell in found}
         complaints += check(table, {place: value for place, value in values.items() if value is not None})
     if not dry_run:
         from comet_core.bits_plot import bits_plot, bits_table
+        from comet_core.whole_files import write_text
 
         everything = known()
-        (out / "bits.md").write_text(bits_table(everything) + "\n", encoding="utf-8")
+        write_text(out / "bits.md", bits_table(everything) + "\n")
         console.data(str(out / "bits.md"))
         if bits_plot(everything, out / "bits.png"):
             console.data(str(out / "bits.png"))

@@ -4,7 +4,6 @@ runs/last.json remembers the packed folder that was written last: `comet eval --
 """
 
 import json
-import os
 from pathlib import Path
 
 from comet_cuda.errors import CometError
@@ -25,10 +24,9 @@ def run_folder(model: str, recipe: str, *, random: bool = False, layers: int | N
 
 def remember_packed(folder: Path) -> None:
     """Note `folder` as the packed model that was written last."""
-    RUNS.mkdir(exist_ok=True)
-    fresh = LAST.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({"packed": str(folder)}) + "\n", encoding="utf-8")
-    fresh.replace(LAST)
+    from comet_core.whole_files import write_text
+
+    write_text(LAST, json.dumps({"packed": str(folder)}) + "\n")
 
 
 def last_packed() -> Path:

@@ -34,12 +34,14 @@ from comet_core.packed import LinearEntry, Manifest, check_linear, read_manifest
 from comet_core.plan import BlockPlan
 from comet_core.quantize import quantize_rtn, rotate_int4, to_storage
 from comet_core.recipe import WeightSpec
-from comet_core.shards import INDEX, read_shard, shard_files, write_atomic
+from comet_core.shards import INDEX, read_shard, shard_files
+from comet_core.whole_files import cannot_write, claimed, whole_file, write_text
 from comet_cuda.affine import BLOCK, split_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import unpack_nibbles
 from comet_cuda.w4ax_gemm import weight_integers
 
+STARTED = "exporting.txt"  # what a folder holds while an export is under way
 PER_WORD = 8  # 4-bit values an int32
 GROUP_SIZES = (128, 64, 32)  # what kernels for this format know
 ACTIVATIONS = (16, 8, 4)  # bits
@@ -85,9 +87,34 @@ def export(
         raise CometError(f"{activations}-bit activations are not known", f"They may have {ACTIVATIONS} bits.")
     manifest = read_manifest(folder)
     _refuse(manifest, requantize, activations)
-    if out.exists() and any(out.iterdir()):
-        raise CometError(f"{out}: is not empty", "choose another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
+    with claimed(out):
+        _begin(out)
+        done = _export(folder, manifest, out, activations, contiguous=contiguous, symmetric=symmetric)
+        (out / STARTED).unlink()
+    done.bytes = sum(file.stat().st_size for file in out.iterdir())
+    return done
+
+
+def _begin(out: Path) -> None:
+    """Mark the folder as ours; what an export that was stopped has left is written over."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = {file.name for file in out.iterdir()} - {f"{STARTED}.tmp"}
+        if others and STARTED not in others:
+            raise CometError(f"{out}: is not empty", "choose another folder with --out, or remove this one")
+        write_text(out / STARTED, "An export into this folder has not finished; the same command starts it again.\n")
+        (out / "config.json").unlink(missing_ok=True)  # without it no program takes the folder for a model
+        for file in out.glob("*.safetensors*"):
+            file.unlink()
+        for file in out.glob("*.tmp"):
+            file.unlink()
+    except OSError as error:
+        raise cannot_write(out, error) from error
+
+
+def _export(
+    folder: Path, manifest: Manifest, out: Path, activations: int, *, contiguous: bool, symmetric: bool
+) -> Exported:
     done = Exported(out, left_out=_left_out(manifest, activations))
     weight_map: dict[str, str] = {}
     groups: dict[tuple[bool, bool, int], list[str]] = {}
@@ -117,16 +144,16 @@ def export(
         _save(out / shard.name, written)
         weight_map |= dict.fromkeys(written, shard.name)
     index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
-    write_atomic(out / INDEX, json.dumps(index, indent=1) + "\n")
+    write_text(out / INDEX, json.dumps(index, indent=1) + "\n")
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+            with whole_file(out / name) as partial:
+                shutil.copyfile(folder / name, partial)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("experts_implementation", None)
     config["quantization_config"] = _quantization_config(groups, activations, weight_map)
     config["dtype"] = config.get("dtype") or "bfloat16"
-    write_atomic(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
-    done.bytes = sum(file.stat().st_size for file in out.iterdir())
+    write_text(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
     return done
 
 
@@ -315,7 +342,5 @@ def _activation_scheme(bits: int, size: int) -> dict[str, Any] | None:
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    except OSError as error:
-        raise CometError(f"{path}: cannot be written ({error})", "free disk space, or choose another --out") from error
+    with whole_file(path) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})

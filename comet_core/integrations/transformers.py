@@ -234,7 +234,8 @@ def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any,
     from comet_core.ledger import GUARD
     from comet_core.packed import MANIFEST, manifest_json
     from comet_core.recipe import recipe_to_dict
-    from comet_core.shards import INDEX, read_shard, tensor_sha256, write_atomic
+    from comet_core.shards import INDEX, read_shard, tensor_sha256
+    from comet_core.whole_files import write_text
 
     original(model, save_directory, *args, **kwargs)
     folder, manifest = Path(save_directory), model.hf_quantizer.manifest
@@ -249,11 +250,11 @@ def _save_pretrained(original: Any, model: Any, save_directory: Any, *args: Any,
         weight_map |= dict.fromkeys(tensors, shard.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_atomic(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     recipe = recipe_to_dict(manifest.recipe)
-    write_atomic(folder / MANIFEST, manifest_json(type(manifest)(**vars(manifest) | {"sha256": sha256}), recipe))
+    write_text(folder / MANIFEST, manifest_json(type(manifest)(**vars(manifest) | {"sha256": sha256}), recipe))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"experts_implementation": GUARD}
-    write_atomic(folder / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
 def _regroup(folder: Path) -> None:

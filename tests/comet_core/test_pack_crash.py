@@ -198,7 +198,7 @@ def test_two_at_once_are_refused_and_a_dead_one_holds_nothing(model: Any, tmp_pa
     child = start_child(lambda: model.pack(out, progress=StopsAt()))
     os.waitpid(child, os.WUNTRACED)
     try:
-        with pytest.raises(CometError, match="another command is packing into this folder") as error:
+        with pytest.raises(CometError, match="another command is writing into this folder") as error:
             model.pack(out)
         assert str(out) in error.value.message and error.value.hint
     finally:

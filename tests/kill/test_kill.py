@@ -1,0 +1,32 @@
+"""A short run of the kill campaign; the long one is recorded in results/measured/kills.jsonl."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).with_name("campaign.py")
+
+
+def outcomes(*options: str) -> dict[str, int]:
+    """What happened in one run of the campaign, which fails if anything unforeseen did."""
+    done = subprocess.run([sys.executable, str(CAMPAIGN), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])["outcomes"]
+    return found
+
+
+def test_commands_that_are_stopped_go_on_or_say_what_to_do() -> None:
+    commands = ("calibrate", "pack", "export", "eval")
+    found = outcomes("--stops", "3", "--seed", "1", *(word for name in commands for word in ("--command", name)))
+    assert found["finished with the same bytes"] >= len(commands)
+    assert sum(count for what, count in found.items() if what.endswith("stopped")) > 4, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_command_stopped_often() -> None:
+    found = outcomes("--stops", "20", "--seed", "2")
+    assert sum(count for what, count in found.items() if what.endswith("stopped")) > 100, found
