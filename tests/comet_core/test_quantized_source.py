@@ -56,7 +56,7 @@ def quantized(weight: torch.Tensor, method: str, bits: int, act_order: bool, off
 def checkpoint(
     folder: Path, llama_config: Any, quantization: dict[str, Any], act_order: bool = False
 ) -> dict[str, Any]:
-    """Save a Llama whose layers' linears are quantized; returns the exact weights."""
+    """Save a Llama (or another model) whose layers' linears are quantized; returns the exact weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def checkpoint(
     model.save_pretrained(folder)
     tensors, exact = load_file(folder / "model.safetensors"), {}
     offset = 1 if quantization["quant_method"] == "gptq" and quantization.get("checkpoint_format") != "gptq_v2" else 0
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight"))]:
         parts = quantized(
             tensors.pop(name).float(), quantization["quant_method"], quantization["bits"], act_order, offset
         )
@@ -114,6 +114,24 @@ def test_weights_are_decoded_exactly(
     stored["model.layers.0.mlp.up_proj.scales"] *= 2
     save_file(stored, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     assert resolve_model(str(tmp_path / "m")).digest() != digest
+
+
+@pytest.mark.parametrize("quantization", [GPTQ, AWQ], ids=["gptq", "awq"])
+def test_experts_are_decoded_one_by_one(tmp_path: Path, quantization: dict[str, Any]) -> None:
+    from transformers import MixtralConfig
+
+    def mixtral(**_: Any) -> Any:
+        return MixtralConfig(
+            vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=3,
+        )  # fmt: skip
+
+    exact = checkpoint(tmp_path, mixtral, quantization)
+    reader = resolve_model(str(tmp_path)).weights()
+    for expert in range(3):
+        for hub, name in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            stored = exact[f"model.layers.0.block_sparse_moe.experts.{expert}.{hub}.weight"]
+            assert torch.equal(reader.load(f"model.layers.0.mlp.experts.{expert}.{name}.weight"), stored)
 
 
 def test_such_a_model_packs(tmp_path: Path, llama_config: Any, tiny: "Packed") -> None:
