@@ -8,7 +8,7 @@ are left out, so a run that was cut off goes on.
 
     python -m comet_core.screen results/ablations.yaml --model smollm2-135m --windows 40 --jobs 3 --record FILE
 
-On a GPU, processes share its time: three or four keep it busy, more only wait.
+On a GPU, processes share its time: two or three keep it busy, more only wait.
 """
 
 import argparse
