@@ -1,13 +1,16 @@
 """`comet export PACKED`: a packed folder in a format that other programs read, and what that format cannot keep."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from comet_cli import console, options
 from comet_cli.runs import last_packed
 from comet_cuda.errors import CometError
+
+if TYPE_CHECKING:
+    from comet_core.integrations.compressed_tensors import Exported
 
 FORMATS = ("compressed-tensors",)
 
@@ -45,19 +48,29 @@ def export(
     from comet_core.integrations.compressed_tensors import export as write
 
     source = packed or last_packed()
-    target = out or source.with_name(f"{source.name}-{format}")
+    target = out or beside(source)
     done = write(
         source, target, activations=activations, requantize=requantize, contiguous=contiguous, symmetric=symmetric
     )
+    show(done, source, activations, json=json)
+
+
+def beside(packed: Path) -> Path:
+    """Where the export of a packed folder goes if nothing else is said."""
+    return packed.with_name(f"{packed.name}-{FORMATS[0]}")
+
+
+def show(done: "Exported", source: Path, activations: int, *, json: bool) -> None:
+    """Print what was written and what it cost: a table and notes, or one JSON object."""
     errors = list(done.requantized.values())
     if json:
         fields = {**vars(done), "folder": str(done.folder)}
         console.data_json(
-            {"kind": "export", "format": format, "activations": activations, "source": str(source), **fields}
+            {"kind": "export", "format": FORMATS[0], "activations": activations, "source": str(source), **fields}
         )
     else:
         row = {
-            "format": f"{format}, W4A{activations}",
+            "format": f"{FORMATS[0]}, W4A{activations}",
             "linears as packed": str(len(done.exact)),
             "rounded anew": str(len(errors)),
             "weight error added": f"{sum(errors) / len(errors):.1%}" if errors else "0",
@@ -67,6 +80,11 @@ def export(
         console.table("Exported", [row])
     for words in done.left_out:
         console.talk(f"left out: {words}")
+    if errors:
+        console.talk(
+            f"note: {len(errors)} linears are rounded to nearest once more, which undoes what GPTQ gained; a model "
+            "packed with --recipe w4a16 keeps it"
+        )
     if done.reordered:
         console.talk(
             f"note: {done.reordered} linears have reordered groups (weight_g_idx), which compressed-tensors 0.17 and "

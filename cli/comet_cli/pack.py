@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from comet_cli import calibrate, console, options, runs
+from comet_cli import calibrate, console, export, options, runs
 from comet_cli.dry_run import DryRun
 from comet_cli.dry_run import dry_run as predict
 from comet_cuda.errors import CometError
@@ -14,6 +14,8 @@ from comet_cuda.errors import CometError
 if TYPE_CHECKING:
     from comet_core.model_source import ModelSource
     from comet_core.recipe import Recipe
+
+WEIGHT_ONLY = "w4a16"  # the recipe for other programs
 
 
 def pack(
@@ -32,6 +34,9 @@ def pack(
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
+    format: Annotated[
+        str, typer.Option(help="comet; or compressed-tensors, written beside it for stock transformers and vLLM.")
+    ] = "comet",
     dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -39,6 +44,11 @@ def pack(
 
     Without a calibration it makes one first. Example: comet pack smollm2-135m
     """
+    if format not in ("comet", *export.FORMATS):
+        raise CometError(f"--format {format} is not known", f"It may be comet or {' or '.join(export.FORMATS)}.")
+    if format != "comet" and recipe is None and calibration is None:
+        recipe = WEIGHT_ONLY
+        console.talk(f"recipe: {WEIGHT_ONLY}, which {format} keeps as it is")
     options.tidy_heap()
     flags: dict[str, Any] = {"data": data, "samples": samples, "seq_len": seq_len, "seed": seed}
     given = calibration is not None
@@ -57,6 +67,10 @@ def pack(
         chosen = load_calibration(calibration).recipe
     home = calibrate.default_folder(source, chosen, layers)
     folder = out or home / "packed"
+    if format != "comet":
+        from comet_core.integrations.compressed_tensors import check_recipe
+
+        check_recipe(chosen, export.beside(folder))
     if dry_run:
         predict("pack", calibrate.cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
         return
@@ -88,6 +102,10 @@ def pack(
             "folder": str(info.folder),
         }
         console.table("Packed", [row])
+    if format != "comet":
+        from comet_core.integrations.compressed_tensors import export as write
+
+        export.show(write(info.folder, export.beside(folder)), info.folder, 16, json=json)
     console.talk("next: comet eval --ppl wikitext2")
 
 

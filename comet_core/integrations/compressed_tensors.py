@@ -33,7 +33,7 @@ from comet_core.ledger import TOKENIZER_FILES
 from comet_core.packed import LinearEntry, Manifest, check_linear, read_manifest, split_linear_tensors
 from comet_core.plan import BlockPlan
 from comet_core.quantize import quantize_rtn, rotate_int4, to_storage
-from comet_core.recipe import WeightSpec
+from comet_core.recipe import Recipe, WeightSpec
 from comet_core.shards import INDEX, read_shard, shard_files
 from comet_core.whole_files import cannot_write, claimed, whole_file, write_text
 from comet_cuda.affine import BLOCK, split_blocks
@@ -155,6 +155,22 @@ def _export(
     config["dtype"] = config.get("dtype") or "bfloat16"
     write_text(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
     return done
+
+
+def check_recipe(recipe: Recipe, out: Path) -> None:
+    """Raise CometError, before any work, if what this recipe packs cannot be exported as it is, or `out` is in use."""
+    if recipe.weights.bits != 4:
+        raise CometError(
+            f"recipe {recipe.name}: has {recipe.weights.bits}-bit weights, only 4-bit ones are exported",
+            "--recipe w4a16",
+        )
+    if recipe.activations.hadamard and recipe.activations.bits == 4:
+        raise CometError(
+            f"recipe {recipe.name}: stores weights rotated (activations.hadamard), which compressed-tensors cannot say",
+            "--recipe w4a16; or pack without --format, and then: comet export --requantize, at a loss that is stated",
+        )
+    if out.exists() and any(out.iterdir()):
+        raise CometError(f"{out}: is not empty", "remove it, or choose another --out")
 
 
 def linear_tensors(leaves: dict[str, Tensor], entry: LinearEntry, size: int) -> dict[str, Tensor]:

@@ -88,3 +88,21 @@ def test_random_weights_calibrated_in_one_process_pack_in_another(
     comet("calibrate", *cut, *SMALL)
     _, err = comet("pack", *cut, "--device", "cpu")
     assert "calibration: runs/smollm2-135m-random-1layers-w4a4-naive/calibration, found" in err
+
+
+def test_packing_for_other_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    form = ("--format", "compressed-tensors")
+    refused = CliRunner().invoke(main.app, ["pack", "tiny", "--recipe", "w4a4kv4", *form, "--data", "text.txt", *SMALL])
+    assert refused.exit_code == 2 and "stores weights rotated" in refused.stderr and "w4a16" in refused.stderr
+    out, err = comet("pack", "tiny", *form, "--data", "text.txt", *SMALL, "--json")
+    packed, exported = map(json.loads, out.splitlines())
+    assert (packed["recipe"], exported["kind"]) == ("w4a16", "export")
+    assert "which compressed-tensors keeps as it is" in err
+    assert exported["folder"] == "runs/tiny-w4a16/packed-compressed-tensors"
+    assert len(exported["exact"]) == 14 and not exported["requantized"]
+    config = json.loads((folder / exported["folder"] / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    again = CliRunner().invoke(main.app, ["pack", "tiny", *form, "--data", "text.txt", *SMALL])
+    assert again.exit_code == 2 and "is not empty" in again.stderr
+    assert CliRunner().invoke(main.app, ["pack", "tiny", "--format", "gguf"]).exit_code == 2
