@@ -169,7 +169,7 @@ def check_recipe(recipe: Recipe, out: Path) -> None:
             f"recipe {recipe.name}: stores weights rotated (activations.hadamard), which compressed-tensors cannot say",
             "--recipe w4a16; or pack without --format, and then: comet export --requantize, at a loss that is stated",
         )
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(out.iterdir()) and not (out / STARTED).exists():
         raise CometError(f"{out}: is not empty", "remove it, or choose another --out")
 
 
