@@ -159,16 +159,15 @@ def _bound(
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
         return kernel.load(device).bind(grid, threads, _PARAMS, shared, overlap)
 
+    if aligned == 0:
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, share, gathered, sms, shared_limit)
+        if many is not None:
+            defines, grid = quantize_many.many_defines(dtype, hadamard, fuse), (many.tokens, many.splits)
+            return bind(quantize_many.SOURCE, defines, grid, 32 * many.warps, many.shared_bytes)
     few = quantize_few.plan_few(rows, channels, dtype, fuse, gathered, sms, shared_limit) if vector else None
     if few is not None:
         defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share)
         return bind(quantize_few.SOURCE, defines, (tiles, few.splits), few.threads, few.shared_bytes)
-    if aligned == 0:
-        many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, share, gathered, sms, shared_limit)
-        if many is not None:
-            defines = many.defines(dtype, hadamard, fuse, share)
-            grid = (many.tokens, many.splits)
-            return bind(quantize_many.SOURCE, defines, grid, 32 * many.warps, many.shared_bytes)
     plan = plan_launch(rows, channels, ELEMENT_BYTES[dtype], sms, shared_limit, vector)
     if fuse != "none" and not plan.stage:
         raise CometError(

@@ -1,9 +1,10 @@
-// quantize_act for many tokens on sm_90: ctas that stay, rows that come by bulk copies, warps that keep their blocks.
+// quantize_act for many tokens on sm_90, with the norm or without a gather: ctas that stay, rows that come by bulk
+// copies, warps that keep their blocks.
 //
 // Four lanes take a block of 128 channels, 32 values each, eight blocks a warp; the warp does the same blocks of one
 // token after the other, so that where its channels lie, the blocks' precision and their clips are found once. Rows
 // arrive in a ring of stages in shared memory, copied by one thread ahead of time: no instruction of a warp moves them.
-// A warp's blocks have one precision (with SHARE == 4, where quads stay together, a warp may have both and runs twice).
+// A warp's blocks have one precision: each precision begins with a new warp, so a cta has one more than blocks need.
 // The norm is taken in two steps: all threads together add the residual in the stage and sum the squares of the next
 // token, then each warp scales what it gathers of this one.
 //
@@ -13,10 +14,9 @@
 // The Hadamard takes the first and leaves the second: strides 1 to 16 stay inside a lane, those of 32 and 64 exchange
 // half of the registers with a neighbour (compare quantize.cuh). Blocks that are not rotated are read in the end order.
 //
-// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, SHARE as for quantize_act.cu, with TOKENS 1, VECTOR 1,
-// STAGE 1 and OUT 1 (sm_90);
-// GATHER (1: a cta needs whole rows; 0: in storage order, the channels of its own blocks; FUSE is not 1),
-// STAGES of the ring, REGISTERS a thread.
+// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
+// SHARE 1 and OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread. The norm (FUSE 1) gathers from whole rows; otherwise
+// channels come in storage order and a cta copies those of its own blocks.
 // gridDim.y ctas share the blocks of a token. K is a multiple of 8, rows are aligned to 16 bytes.
 #include "comet/pipeline.cuh"
 #include "comet/quantize_scale.cuh"
@@ -28,9 +28,10 @@ constexpr int kBlocks = 32 / kLanes;        // of a warp
 constexpr int kValues = 32;                 // of a lane
 constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
 constexpr int kMostWarps = 16;
-constexpr int kSpare = SHARE == 1 ? 1 : 0;  // warps more than blocks need: each precision begins with a new warp
+constexpr bool kGather = FUSE == 1;
 constexpr uint32_t kNone = 0xFFFF;
-static_assert(FUSE != 1 || (GATHER && STAGES >= 3), "the norm needs the whole row, and the next one");
+static_assert(FUSE != 1 || STAGES >= 3, "the norm sums the next row, too");
+static_assert(SHARE == 1 && OUT == 1, "see the definitions");
 
 // The lower half of a word, plus another word, in one instruction.
 __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
 }
 
 // Blocks of a cta's warps.
-__device__ __forceinline__ int blocks_of_cta() { return kBlocks * (blockDim.x / 32 - kSpare); }
+__device__ __forceinline__ int blocks_of_cta() { return kBlocks * (blockDim.x / 32 - 1); }
 __device__ __forceinline__ int first_block() { return blockIdx.y * blocks_of_cta(); }
 
 // Which block each four lanes of the cta take (kNone: none), by warp 0. Returns the number of warps that have some.
@@ -47,12 +48,10 @@ __device__ __forceinline__ int share_out(const Params& p, uint16_t* table) {
   const int lane = threadIdx.x % 32, first = first_block(), end = min(first + blocks_of_cta(), p.NB);
   const auto is_int8 = [&](int b) { return b < end && p.bits[b] != 4; };
   int next8 = 0, next4 = 0;
-  if (SHARE == 1) {
-    for (int b = first; b < end; b += 32) next4 += __popc(__ballot_sync(kWarp, is_int8(b + lane)));
-    next4 = (next4 + kBlocks - 1) / kBlocks * kBlocks;
-  }
+  for (int b = first; b < end; b += 32) next4 += __popc(__ballot_sync(kWarp, is_int8(b + lane)));
+  next4 = (next4 + kBlocks - 1) / kBlocks * kBlocks;
   for (int b = first; b < end; b += 32) {
-    const bool eight = SHARE == 1 && is_int8(b + lane), four = b + lane < end && !eight;
+    const bool eight = is_int8(b + lane), four = b + lane < end && !eight;
     const uint32_t eights = __ballot_sync(kWarp, eight), fours = __ballot_sync(kWarp, four), below = (1u << lane) - 1;
     if (eight) table[next8 + __popc(eights & below)] = uint16_t(b + lane);
     if (four) table[next4 + __popc(fours & below)] = uint16_t(b + lane);
@@ -66,11 +65,11 @@ struct Ring {
   uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
-    first = GATHER ? 0 : first_block() * kBlock;
-    channels = GATHER ? p.K : min(blocks_of_cta() * kBlock, p.K - first);
+    first = kGather ? 0 : first_block() * kBlock;
+    channels = kGather ? p.K : min(blocks_of_cta() * kBlock, p.K - first);
     inputs = FUSE == 1 && p.residual == nullptr ? 1 : kInputs;
     base = shared_address(shared);
-    input_bytes = uint32_t(GATHER ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
+    input_bytes = uint32_t(kGather ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
     weights = base + STAGES * kInputs * input_bytes;
     barriers = weights + (FUSE == 1 ? blockDim.x * kValues * E::kBytes : 0);
   }
@@ -94,7 +93,7 @@ struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
   bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[GATHER ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
+  uint32_t at[kGather ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
   __device__ __forceinline__ Place(const Params& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
@@ -114,7 +113,7 @@ struct Place {
     return ring.weights + ((threadIdx.x / 32 * 4 + q) * 32 + threadIdx.x % 32) * 16;
   }
   __device__ __forceinline__ void find(const Params& p, const Ring& ring) {
-    if constexpr (!GATHER) {
+    if constexpr (!kGather) {
       at[0] = uint32_t(block - first_block()) * kBlock * E::kBytes;
       return;
     }
@@ -131,16 +130,16 @@ struct Place {
         }
       }
       constexpr int kBytes = E::kBytes;
-      at[GATHER ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
-      at[GATHER ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      at[kGather ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
+      at[kGather ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
       if (FUSE == 1) store_shared_8(weights_at(ring, i / 8) + i % 8 * 2, w[0] | w[1] << 16, w[2] | w[3] << 16);
     }
   }
   __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input) const {
-    if constexpr (GATHER) {
+    if constexpr (kGather) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
-        const uint32_t two = at[GATHER ? i / 2 : 0];
+        const uint32_t two = at[kGather ? i / 2 : 0];
         v[i] = E::to_float(load_shared_2(low_plus(two, input)));
         v[i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
       }
@@ -197,11 +196,11 @@ __device__ __forceinline__ float over_lanes(float x) { // the largest of a block
   return fmaxf(x, __shfl_xor_sync(kWarp, x, 2));
 }
 
-// The warp's blocks of one token, all taken as INT4 or as INT8; those of the other kind are not stored.
+// The warp's blocks of one token.
 template <bool kInt4>
 __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& place, float (&v)[kValues], int token) {
   constexpr bool kRotated = HADAMARD && kInt4;
-  const bool mine = place.exists && place.is_int4 == kInt4;
+  const bool mine = place.exists;
   float factor[4] = {1.f, 1.f, 1.f, 1.f};
   if (kRotated) {
     hadamard(v, place.lane);
@@ -216,35 +215,23 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
                __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
   float largest = over_lanes(__int_as_float(most));
   if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
-  Scale scale;
-  scale.e = 4;
-  if (kInt4 && SHARE == 4) {
-    const float unit = unit_of(p, place.block);
-    const float ratio = mine ? __fmul_rn(largest, __fdiv_rn(place.clip, __fmul_rn(7.f, unit))) : 0.f;
-    float sum = __fadd_rn(ratio, __shfl_xor_sync(kWarp, ratio, kLanes)); // blocks 0 + 1 and 2 + 3
-    sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, 2 * kLanes));
-    const uint32_t half_warp = __ballot_sync(kWarp, mine) >> (threadIdx.x & 16) & 0xFFFFu;
-    scale = shared_scale(sum, ratio, unit, inverse_of(__popc(half_warp) / kLanes));
-  } else {
-    const float per_absmax = kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f);
-    const float ratio = __fmul_rn(largest, per_absmax);
-    scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
-  }
+  const float per_absmax = kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f);
+  const float ratio = __fmul_rn(largest, per_absmax);
+  const float scale = ratio > 0.f ? ratio : 1.f;
 
   uint32_t pairs[kValues / 2];
   bool certain = false;
   if (kInt4 && __all_sync(kWarp, place.clip >= kQuickClip || !mine)) {
-    const bool usual = scale.divisor >= kQuickTiny && scale.divisor <= kQuickHuge;
-    const float by = usual ? reciprocal_of(scale.divisor) * kStep : kUnusual;
+    const bool usual = scale >= kQuickTiny && scale <= kQuickHuge;
+    const float by = usual ? reciprocal_of(scale) * kStep : kUnusual;
     certain = quick_codes(v, {by * factor[0], by * factor[1], by * factor[2], by * factor[3]}, pairs) && by < kUnusual;
   }
-  if (!certain) exact_codes<kInt4 ? 4 : 8>(v, factor, scale.divisor, pairs);
+  if (!certain) exact_codes<kInt4 ? 4 : 8>(v, factor, scale, pairs);
 
   const int row = token % 8;
   const size_t atom = size_t(place.block) * ((p.M + 7) / 8) + token / 8;
   char* const to = static_cast<char*>(p.codes) + atom * 1024 + row * 128;
   const uint32_t within = (16 * (place.lane & 1) + 8 * (place.lane >> 1)) ^ (16 * row);
-  const uint32_t e4m3 = e4m3_factor(scale.e);
   uint32_t total = 0;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
@@ -253,16 +240,15 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
     for (int half = 0; half < 2; ++half) {
       const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
       total += low + high; // at most 32 * 255 in each half
-      words[half] = kInt4 ? e4m3_of(low, high, e4m3) : bytes_of<kInt4>(low, high);
+      words[half] = kInt4 ? e4m3_of(low, high, e4m3_factor(4)) : bytes_of<kInt4>(low, high);
     }
     if (mine) store_global(to + (within ^ (64 * (q & 1) + 32 * (q >> 1))), words[0], words[1]);
   }
   total = (total & 0xFFFFu) + (total >> 16);
   total += __shfl_xor_sync(kWarp, total, 1);
   total += __shfl_xor_sync(kWarp, total, 2);
-  float sum = unbiased<kInt4>(total);
-  if (kInt4 && SHARE == 4) sum *= __int_as_float((131 - scale.e) << 23);
-  if (mine && place.lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * place.lane] = place.lane ? sum : scale.stored;
+  const float meta = place.lane == 0 ? scale : unbiased<kInt4>(total);
+  if (mine && place.lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * place.lane] = meta;
 }
 
 // FUSE == 1: x + residual -> the stage and memory; the warp's sum of squares -> partial.
@@ -341,7 +327,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
   const Ring ring(p, shared);
   for (int i = threadIdx.x; i < kMostWarps * kBlocks; i += blockDim.x) table[i] = kNone;
-  const int padding = GATHER || ring.first + ring.channels == p.K ? p.NB * kBlock - p.K : 0; // zeros of the last block
+  const int padding = kGather || ring.first + ring.channels == p.K ? p.NB * kBlock - p.K : 0; // zeros of the last block
   for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x)
     store_shared_2(ring.input(0, i / padding) + uint32_t(ring.channels + i % padding) * E::kBytes, 0);
   __syncthreads();
@@ -361,7 +347,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
   const int warps = active, lane = threadIdx.x % 32;
   if (threadIdx.x >= 32 * warps) return;
   Place place(p, table);
-  const bool any_int4 = __any_sync(kWarp, place.is_int4), any_int8 = __any_sync(kWarp, !place.is_int4);
+  const bool is_int4 = __any_sync(kWarp, place.is_int4); // the warp's
   place.find(p, ring);
   wait_for_previous_kernel();
   const int step = gridDim.x, tiles = (p.M + 7) / 8 * 8;
@@ -392,27 +378,20 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
         inverse = rsqrtf(__fdividef(__shfl_sync(kWarp, sum, 0), float(p.K)) + p.eps);
       }
     }
-    const auto release = [&] { // this warp has read the stage
-      __syncwarp();
-      if (exists && lane == 0) mbarrier_arrive(ring.empty(stage));
-      const int refill = token + (STAGES - 1) * step; // into the last token's stage, which other warps have read by now
-      if (threadIdx.x == 0 && token >= step && refill < p.M) {
-        const int last = (stage + STAGES - 1) % STAGES;
-        mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
-        ring.copy(p, refill, last, policy);
-      }
-    };
     float v[kValues];
-    if (any_int4) {
-      read_values(p, place, ring, stage, exists, inverse, v);
-      if (SHARE == 1 || !any_int8) release();
+    read_values(p, place, ring, stage, exists, inverse, v);
+    __syncwarp();
+    if (exists && lane == 0) mbarrier_arrive(ring.empty(stage));
+    const int refill = token + (STAGES - 1) * step; // into the last token's stage, which other warps have read by now
+    if (threadIdx.x == 0 && token >= step && refill < p.M) {
+      const int last = (stage + STAGES - 1) % STAGES;
+      mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
+      ring.copy(p, refill, last, policy);
+    }
+    if (is_int4)
       quantize_blocks<true>(p, place, v, token);
-    }
-    if (SHARE == 1 ? !any_int4 : any_int8) {
-      read_values(p, place, ring, stage, exists, inverse, v);
-      release();
+    else
       quantize_blocks<false>(p, place, v, token);
-    }
     stage = after;
     if (stage == 0) parity ^= 1;
   }

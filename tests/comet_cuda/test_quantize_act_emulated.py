@@ -128,7 +128,7 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     elif tokens < 0:
         many = quantize_many.plan_many(*shape, fuse, layout, share, gathered, how.get("sms", 1), 227 * 1024)
         assert many is not None
-        defines = many.defines(x.dtype, hadamard, fuse, share)
+        defines = quantize_many.many_defines(x.dtype, hadamard, fuse)
         splits, threads, tokens, entry, covered = many.splits, 32 * many.warps, 1, "quantize_many", how.get("ctas", 2)
     else:
         plan = quantize_few.plan_few(*shape, fuse, gathered, how.get("sms", 132), 227 * 1024)
@@ -182,6 +182,7 @@ def problem(rows: int, channels: int, dtype: torch.dtype, mix: str, seed: int) -
 def equal_to_the_reference(build, rows: int, channels: int, dtype: torch.dtype, mix: str, layout: str, **how) -> None:  # type: ignore[no-untyped-def]
     share, hadamard, tokens = how.pop("share"), how.pop("hadamard"), how.pop("tokens")
     x, (perm, bits, clip, unit) = problem(rows, channels, dtype, mix, seed=rows + channels)
+    perm = perm if how.pop("gathered", True) else None
     got = run(build, x, (perm, bits, clip, hadamard, unit), layout, share, tokens, **how)
     if layout == "canonical":
         wanted = quantize_act_ref(x, perm, bits, clip, hadamard, share, unit)
@@ -219,24 +220,27 @@ def test_the_form_for_few_tokens_equals_the_reference(build, share: int) -> None
         equal_to_the_reference(build, 9, 2884, torch.bfloat16, mix, "sm_90", **how)
 
 
-@pytest.mark.parametrize("share", [1, 4])
-def test_the_form_for_many_tokens_equals_the_reference(build, share: int, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
+@pytest.fixture
+def any_number_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", dict.fromkeys(quantize_many.FUSES, 0))
+
+
+@pytest.mark.usefixtures("any_number_is_many")
+def test_the_form_for_many_tokens_equals_the_reference(build) -> None:  # type: ignore[no-untyped-def]
     for mix in MIXES:
-        how = {"share": share, "hadamard": True, "tokens": -1}
+        how = {"share": 1, "hadamard": True, "tokens": -1, "gathered": False}
         equal_to_the_reference(build, 21, 2888, torch.bfloat16, mix, "sm_90", **how)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.usefixtures("any_number_is_many")
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.bfloat16, (7, 1024)), (torch.float16, (30, 9000))])
 def test_every_form_for_many_tokens_equals_the_reference(  # type: ignore[no-untyped-def]
-    build, dtype: torch.dtype, shape: tuple[int, int], share: int, monkeypatch: pytest.MonkeyPatch
+    build, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
     for hadamard, mix, ctas in itertools.product((True, False), MIXES, (1, 3)):
-        how = {"share": share, "hadamard": hadamard, "tokens": -1, "ctas": ctas}
+        how = {"share": 1, "hadamard": hadamard, "tokens": -1, "ctas": ctas, "gathered": False}
         equal_to_the_reference(build, *shape, dtype, mix, "sm_90", **how)
 
 
@@ -279,12 +283,15 @@ def test_every_form_equals_the_reference(  # type: ignore[no-untyped-def]
             equal_to_the_reference(build, *shape, dtype, mix, layout, **how, splits=1 + (mix == "int4"))
 
 
-@pytest.mark.parametrize("share", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("tokens", "mix"), [(1, "mixed"), (0, "mixed"), (0, "half"), (-1, "half")])
-def test_fused_forms_differ_by_one_code_at_most(  # type: ignore[no-untyped-def]
-    build, tokens: int, mix: str, share: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS", 0)
+@pytest.mark.usefixtures("any_number_is_many")
+@pytest.mark.parametrize(
+    ("tokens", "mix", "share"),
+    [
+        (1, "mixed", 1), (0, "mixed", 1), (0, "half", 1), (-1, "half", 1),
+        *(pytest.param(tokens, "mixed", 4, marks=pytest.mark.slow) for tokens in (0, 1)),
+    ],
+)  # fmt: skip
+def test_fused_forms_differ_by_one_code_at_most(build, tokens: int, mix: str, share: int) -> None:  # type: ignore[no-untyped-def]
     rows, channels = (5, 640) if tokens >= 0 else (21, 1288)
     x, (perm, bits, clip, unit) = problem(rows, channels, torch.bfloat16, mix, seed=1)
     common = (perm, bits, clip, True, unit)
