@@ -131,12 +131,19 @@ def tile_table() -> tuple[dict[str, int], ...]:
     return tuple(json.loads(TABLE.read_text())["rows"])
 
 
-def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1) -> Tiles:
-    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`); `share` as in TiledWeight."""
+def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1, sm_count: int = 132) -> Tiles:
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`); `share` as in TiledWeight.
+
+    A row with `min_fill` is for whole tiles, which must keep at least so many percent of the multiprocessors' time.
+    """
     size = {"max_tokens": tokens, "max_rows": rows, "max_blocks": blocks, "max_weights": rows * blocks * BLOCK}
     for row in tile_table():
-        if row.get("share", 1) in (1, share) and all(row.get(name, value) >= value for name, value in size.items()):
-            return Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
+        if row.get("share", 1) not in (1, share) or any(row.get(name, value) < value for name, value in size.items()):
+            continue
+        tiles = Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
+        count = make_plan(tiles, tokens, rows, blocks, sm_count).schedule[1]  # output tiles
+        if 100 * count >= row.get("min_fill", 0) * -(-count // sm_count) * sm_count:
+            return tiles
     raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
 
 

@@ -141,7 +141,10 @@ def _call(
 ) -> Call:
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
-    chosen, has_zero = tiles or choose_tiles(tokens, rows, blocks, share), record == record_bytes(True)
+    chosen, has_zero = (
+        tiles or choose_tiles(tokens, rows, blocks, share, _sm_count(device)),
+        record == record_bytes(True),
+    )
     if chosen.share not in (1, share):
         raise CometError(f"{chosen} needs scales that are shared by {chosen.share} blocks", "prepare with this share")
     plan = make_plan(chosen, tokens, rows, blocks, _sm_count(device))

@@ -67,7 +67,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 const int end = min((block / kTermBlocks + 1) * kTermBlocks, segment.last);
                 consumer.run(acc, operands.int8_mask, block, end, block == segment.first);
                 block = end;
-                if (ZERO) consumer.subtract_zeros(acc);
+                consumer.subtract_zeros(acc);
             }
             consumer.rescale(acc);
 

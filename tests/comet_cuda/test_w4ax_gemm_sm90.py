@@ -127,6 +127,15 @@ def test_every_unit_is_done_once_and_ranges_are_even(tokens: int, rows: int, cha
         assert max(loads) - min(loads) <= 1 + blocks * (plan.schedule[1] > plan.schedule[0])
 
 
+def test_whole_tiles_only_where_they_fill_the_multiprocessors() -> None:
+    assert choose_tiles(1024, 8192, 64).token_tiles == 4  # 256 tiles on 132: 97%
+    assert choose_tiles(1024, 5120, 40).token_tiles == 1  # 160 tiles: 61%
+    assert choose_tiles(1024, 6144, 32, share=4).token_tiles == 4  # 73% are enough for what shared scales gain
+    assert choose_tiles(1024, 6144, 32).token_tiles == 1
+    assert choose_tiles(1024, 8192, 64, sm_count=114).token_tiles == 1  # 256 tiles on 114: 75%
+    assert {choose_tiles(256, 8192, 64, share).share for share in (1, 4)} == {1, 4}
+
+
 def table_variants() -> list[Tiles]:
     names = Tiles.__dataclass_fields__
     return [Tiles(**{name: value for name, value in row.items() if name in names}) for row in tile_table()]

@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce_weights(
             from += kRecord;
             ring.advance();
             const int block = segment.last - count;
-            if (kUnits && ZERO && (count == 1 || block % kTermBlocks == kTermBlocks - 1))
+            if (kUnits && (count == 1 || block % kTermBlocks == kTermBlocks - 1))
                 produce_zeros(operands, ring, first, groups, block / kTermBlocks, products++, policy);
         }
     }

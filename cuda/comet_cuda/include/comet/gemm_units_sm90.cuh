@@ -132,13 +132,11 @@ struct UnitProducer {
                         }
                         factors_made();
                     }
-                    if (ZERO) {
-                        if (block == 0) mbarrier_wait(ring + kTermsEmptyAt, ~made >> 31);
+                    if (block == 0) mbarrier_wait(ring + kTermsEmptyAt, ~made >> 31);
 #pragma unroll
-                        for (int i = 0; i < kEach; ++i) {
-                            const bool present = here && token(i) < tokens;
-                            put_term(block, i, meta<0>(stage, i, present) * meta<1>(stage, i, present) * per_unit[i]);
-                        }
+                    for (int i = 0; i < kEach; ++i) {
+                        const bool present = here && token(i) < tokens;
+                        put_term(block, i, meta<0>(stage, i, present) * meta<1>(stage, i, present) * per_unit[i]);
                     }
                     if (here) {
                         __syncwarp();
@@ -146,12 +144,10 @@ struct UnitProducer {
                         turn = turn + 1 == 2 * STAGES ? 0 : turn + 1;
                     }
                 }
-                if (ZERO) {
-                    fence_proxy_async();
-                    __syncwarp();
-                    if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring + kTermsFullAt);
-                    made ^= 1u << 31;
-                }
+                fence_proxy_async();
+                __syncwarp();
+                if ((threadIdx.x & 31) == 0) mbarrier_arrive(ring + kTermsFullAt);
+                made ^= 1u << 31;
             }
             const FactorSlot at(made);
             mbarrier_wait(ring + kFactorsEmptyAt + 8 * at.slot, at.parity ^ 1);
