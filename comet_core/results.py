@@ -261,7 +261,7 @@ def gemm_table(records: Iterable[Record]) -> str:
 
 def attention_table(records: Iterable[Record]) -> str:
     """Decode attention over the 4-bit cache, one row per heads, batch and context; `over` a baseline where one ran."""
-    key = ("arch", "op", "batch", "context", "q_heads", "kv_heads", "head_dim", "baseline")
+    key = ("arch", "op", "batch", "context", "q_heads", "kv_heads", "head_dim")
     chosen = [r for r in records if r["kind"] == "bench" and "kv4_decode" in r["op"] and all(k in r for k in key)]
     rows = [
         [

@@ -11,7 +11,10 @@ from comet_core.roofline import CONTEXTS, memory_rows
 from comet_core.serving_scheme import SCHEMES
 from comet_core.whole_files import whole_file
 
-IDENTITY = ("model", "layers", "scheme", "engine", "batch", "batch_is_largest", "prompt_tokens", "output_tokens")
+IDENTITY = (
+    "model", "layers", "scheme", "engine", "activation_share", "batch", "batch_is_largest", "prompt_tokens",
+    "output_tokens",
+)  # fmt: skip
 BASELINE = "16-bit"
 BASELINES = (BASELINE, "bf16")  # ours, and what vLLM calls it
 ORDER = ("GEMM", "attention", "lm_head", "norm and quantize", "rotate and append", "sample", "other")
@@ -26,6 +29,12 @@ def _place(record: Record) -> tuple[Any, ...]:
 def serving_records(records: Sequence[Record]) -> list[Record]:
     """The latest e2e record of each model, scheme, engine, batch and load, in the table's order."""
     return sorted(latest([r for r in records if r["kind"] == "e2e"], IDENTITY), key=_place)
+
+
+def scheme_of(record: Record) -> str:
+    """The scheme, and whether its activation scales are shared."""
+    share = record.get("activation_share") or 1
+    return str(record["scheme"]) + (f" with scales shared by {share}" if share > 1 else "")
 
 
 def serving_table(records: Sequence[Record]) -> str:
@@ -46,7 +55,7 @@ def serving_table(records: Sequence[Record]) -> str:
         rows.append(
             [
                 r["model"],
-                f"{r['scheme']}, {r['engine']}",
+                f"{scheme_of(r)}, {r['engine']}",
                 f"{r['prompt_tokens']:,}/{r['output_tokens']:,}",
                 f"{r['batch']}" + (" (most that fit)" if r.get("batch_is_largest") else ""),
                 f"{r['tokens_per_s']:,.0f}",
@@ -125,7 +134,7 @@ def step_records(records: Sequence[Record]) -> list[Record]:
     for r in records:
         if r["kind"] == "e2e" and "step_parts" in r:
             found.append(r | {"context": r["step_parts"]["context"], "kind": "step"})
-    return latest(found, ("model", "layers", "scheme", "engine", "batch", "context"))
+    return latest(found, ("model", "layers", "scheme", "engine", "activation_share", "batch", "context"))
 
 
 def step_table(records: Sequence[Record]) -> str:
@@ -136,7 +145,7 @@ def step_table(records: Sequence[Record]) -> str:
         kinds = [parts["kinds"].get(kind, 0.0) for kind in ORDER]
         layers = f"{r['model']}, {r['layers']} layers" if "layers" in r else r["model"]
         rows.append(
-            [layers, f"{r['scheme']}, batch {r['batch']}, context {r['context']:,}", f"{parts['span_us']:,.0f}"]
+            [layers, f"{scheme_of(r)}, batch {r['batch']}, context {r['context']:,}", f"{parts['span_us']:,.0f}"]
             + [f"{time:,.0f}" for time in kinds]
             + [f"{parts['gaps']['sum_us']:,.0f}", f"{parts['gaps']['largest_us']:.1f}"]
         )
@@ -147,7 +156,7 @@ def draw_step_parts(records: Sequence[Record], png: Path) -> Path:
     """The parts of a decode step, a bar a traced step."""
     found = step_records(records)
     figure, axis = _axes("parts of a decode step")
-    names = [f"{r['model']}\n{r['scheme']}, batch {r['batch']}" for r in found]
+    names = [f"{r['model']}\n{scheme_of(r)}, batch {r['batch']}" for r in found]
     bottom = [0.0] * len(found)
     for kind in (*ORDER, "gaps"):
         parts = [r["step_parts"] for r in found]
