@@ -40,10 +40,20 @@ from comet_core.plan import BlockPlan, fold_permutation
 from comet_core.progress import Progress
 from comet_core.quantize_group import needs_sixteen, needs_windows, quantize_group
 from comet_core.recipe import Recipe, WeightSpec, digest
-from comet_core.shards import INDEX, read_shard, shard_name, write_shard
+from comet_core.shards import INDEX, read_shard, shard_name, write_checked_shard
 from comet_core.whole_files import cannot_write, write_text
 from comet_core.windows import OutputMemo, Sixteen, Windows, memo_bytes, sixteen_layer
 from comet_cuda.errors import CometError
+
+ERROR_LIMIT = 0.5  # of a linear's output energy; rounding to 4 bit costs a few hundredths
+
+
+def judged(note: dict[str, Any]) -> dict[str, Any]:
+    """The note of a packed linear, with a warning if its error says that something is wrong with it."""
+    error = note["relative_output_error"].get(note["method"])
+    if error is None or error <= ERROR_LIMIT or "warning" in note:  # NaN is not below
+        return note
+    return note | {"warning": f"its output error is {error:.0%} of the output's energy; `skip` keeps it in 16 bit"}
 
 
 class PackJob:
@@ -254,7 +264,7 @@ class PackJob:
             plan = self._device_plan(item)
             for names, spec in self._by_spec(prefix, item):
                 quantized, found = quantize_group(layer, names, plan, spec, windows)
-                notes += [note | {"linear": f"{prefix}.{note['linear']}"} for note in found]
+                notes += [judged(note | {"linear": f"{prefix}.{note['linear']}"}) for note in found]
                 for name, weight in quantized.items():
                     linear = linears.pop(name)  # its 16-bit weight is not needed any more
                     leaves = linear_tensors(weight, plan, linear.bias, folded=item.folded)
@@ -273,7 +283,7 @@ class PackJob:
                     replace_linear(layer, name, leaves, plan.hadamard, plan.share)
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in rounded.items()}
         shard_notes = {"linears": entries, "layers": notes}
-        write_shard(self.shard(index), tensors, shard_notes)
+        write_checked_shard(self.shard(index), tensors, shard_notes)
         self.ledger.record(self.shard(index), tensors, shard_notes)
         return layer
 
@@ -327,5 +337,5 @@ class PackJob:
                 if module is head or tied:
                     entries[module_name(model, head)] = asdict(LinearEntry(columns, rows, 8, True, False, True))
         notes = {"linears": entries, "layers": []}
-        write_shard(self.shard(self.count - 1), tensors, notes)
+        write_checked_shard(self.shard(self.count - 1), tensors, notes)
         self.ledger.record(self.shard(self.count - 1), tensors, notes)

@@ -50,6 +50,18 @@ def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -
         _write_safetensors(file, tensors, {"comet": json.dumps(notes, sort_keys=True), "format": "pt"})
 
 
+def write_checked_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+    """`write_shard`, then the file read back and compared: a disk that lies is found now, not by the model's users."""
+    write_shard(path, tensors, notes)
+    found, _ = read_shard(path)
+    wrong = sorted(name for name in tensors if name not in found or not torch.equal(found[name], tensors[name].cpu()))
+    if wrong:
+        path.unlink()
+        raise CometError(
+            f"{path}: {wrong[0]} is not what was written", "the disk or the memory is failing; choose another --out"
+        )
+
+
 def _write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """The safetensors format, written here because the library orders its metadata by chance, and the same shard must
     have the same bytes: u64 header length, JSON header padded with spaces, then the tensors' bytes one after another.

@@ -31,7 +31,8 @@ from comet_cli import (
 from comet_cuda.errors import CometError
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory",
-             "can't start new thread", "failed to map segment", "static TLS")  # fmt: skip
+             "can't start new thread", "failed to map segment", "static TLS",
+             "ThreadPoolBuildError")  # fmt: skip
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 GO_ON = {  # command -> what Ctrl-C leaves behind
     "pack": "The same command goes on after the last finished layer.",
@@ -63,7 +64,7 @@ def terminate(*_: object) -> None:
     raise Terminated
 
 
-def of_the_machine(error: Exception) -> CometError | None:
+def of_the_machine(error: BaseException) -> CometError | None:
     """A full disk, a folder that is not ours or too little memory, as an error for people; None if it is a defect."""
     words = str(error)
     if isinstance(error, MemoryError) or any(sign in words for sign in NO_MEMORY):
@@ -123,7 +124,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     try:
         app(prog_name="comet")
-    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+    except BaseException as error:  # a library in Rust that finds no thread raises no Exception
         found = of_the_machine(error)
         if found is None:
             raise

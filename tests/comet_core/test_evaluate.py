@@ -49,3 +49,23 @@ def test_divergence_is_zero_from_itself_and_positive_from_another() -> None:
     assert different.kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
     assert different.agree == int((p.argmax(-1) == q.argmax(-1)).sum())
     assert math.isfinite(different.base_nll) and different.base_nll == pytest.approx(same.nll)
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "warned"), [(12.0, False), (96.0, False), (98.0, True), (math.inf, True), (math.nan, True)]
+)
+def test_a_perplexity_worse_than_guessing_is_remarked(perplexity: float, warned: bool) -> None:
+    from types import SimpleNamespace
+
+    from comet_core.evaluate import _warn_if_implausible
+    from comet_core.progress import SilentProgress
+
+    class Listens(SilentProgress):
+        said = ""
+
+        def log(self, message: str) -> None:
+            self.said = message
+
+    progress = Listens()
+    _warn_if_implausible(perplexity, SimpleNamespace(model=model_of()), progress)  # type: ignore[arg-type]
+    assert ("worse than guessing among 97 tokens" in progress.said) == warned

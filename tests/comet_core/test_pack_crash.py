@@ -235,6 +235,38 @@ def test_a_folder_with_other_files_is_left_alone(model: Any, tmp_path: Path) -> 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "thesis.txt"]
 
 
+def test_a_disk_that_keeps_other_bytes_than_were_written_is_found(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def lying(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if file.name.startswith("model-00002"):
+            content = bytearray(file.read_bytes())
+            content[-40] ^= 1
+            file.write_bytes(content)
+        sync(descriptor)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(CometError, match="is not what was written") as error:
+        patch.setattr(os, "fsync", lying)
+        model.pack(out)
+    assert "model-00002" in error.value.message and not (out / "model-00002-of-00004.safetensors").exists()
+    model.pack(out)
+    assert files(out) == files(model.packed)
+
+
+def test_a_linear_that_lost_its_outputs_is_named() -> None:
+    from comet_core.pack_job import judged
+
+    note = {"linear": "up_proj", "method": "gptq", "relative_output_error": {"rtn": 0.1, "gptq": 0.6}}
+    assert "60%" in judged(note)["warning"]
+    for fine in ({"rtn": 0.9, "gptq": 0.4}, {}):
+        assert "warning" not in judged(note | {"relative_output_error": fine})
+    assert "warning" in judged(note | {"relative_output_error": {"gptq": float("nan")}})
+
+
 @pytest.mark.parametrize("written", [0, 2, 6])
 def test_a_full_disk_is_an_error_and_packing_goes_on_later(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
