@@ -34,7 +34,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "big": (  # tests/big/measure.py
         "model", "recipe", "layers", "samples", "device", "pack_s_by_layer", "ram_above_imports", "bound", "provenance",
     ),
-    "kills": ("command", "seed", "runs", "kills", "resumed", "failures", "provenance"),  # tests/kill/campaign.py
+    "kills": ("commands", "seed", "runs", "outcomes", "failures", "provenance"),  # tests/kill/campaign.py
     "e2e": (
         "model", "scheme", "engine", "batch", "prompt_tokens", "output_tokens", "tokens_per_s", "ttft_ms", "tpot_ms",
         "memory_gib", "provenance",

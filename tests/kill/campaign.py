@@ -391,6 +391,7 @@ def main() -> int:
     parser.add_argument("--exec", action="store_true")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unmounts and removes what it made
     import torch
 
     torch.set_num_threads(1)
