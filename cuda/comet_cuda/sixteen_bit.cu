@@ -85,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) row_op(const Params p) {
       load_wide(p.x, (2 * row + 1) * p.K + c, other);
 #pragma unroll
       for (int j = 0; j < kWide; ++j) v[i][j] = rounded(rounded(v[i][j] / (1.f + __expf(-v[i][j]))) * other[j]);
+      if (!FP8) store_wide(p.out, row * p.K + c, v[i]);  // complete: nothing of the row is waited for
     } else if (FUSE == 1 && p.residual != nullptr) {
       load_wide(p.residual, row * p.K + c, other);
 #pragma unroll
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) row_op(const Params p) {
     }
 #pragma unroll
     for (int j = 0; j < kWide; ++j) largest = fmaxf(largest, fabsf(v[i][j]));
-    if (!FP8) store_wide(p.out, row * p.K + c, v[i]);
+    if (!FP8 && FUSE != 2) store_wide(p.out, row * p.K + c, v[i]);
   }
 #if FP8
   float scale = over_cta<true>(largest) / kFp8Max;
