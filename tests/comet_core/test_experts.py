@@ -246,7 +246,7 @@ def test_packing_goes_on_inside_a_mixture(mixture: Any, tmp_path: Path, monkeypa
 
     recipe = replace(mixture.recipe, weights=replace(mixture.recipe.weights, target="sixteen", inputs="quantized"))
     mixture.pack(tmp_path / "whole", recipe)
-    write = job.write_shard
+    write = job.write_checked_shard
 
     def stop_after_one(path: Path, *rest: Any) -> None:
         if "00001-of" not in path.name:
@@ -254,7 +254,7 @@ def test_packing_goes_on_inside_a_mixture(mixture: Any, tmp_path: Path, monkeypa
         write(path, *rest)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(job, "write_shard", stop_after_one)
+        patched.setattr(job, "write_checked_shard", stop_after_one)
         mixture.pack(tmp_path / "again", recipe)
     mixture.pack(tmp_path / "again", recipe)
     for file in sorted((tmp_path / "whole").iterdir()):

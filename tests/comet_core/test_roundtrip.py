@@ -77,9 +77,11 @@ def test_reloading_gives_the_integers_that_packing_made(
     import comet_core.pack_job as pack_module
 
     made: dict[str, Tensor] = {}
-    write = pack_module.write_shard
+    write = pack_module.write_checked_shard
     monkeypatch.setattr(
-        pack_module, "write_shard", lambda path, tensors, notes: (made.update(tensors), write(path, tensors, notes))
+        pack_module,
+        "write_checked_shard",
+        lambda path, tensors, notes: (made.update(tensors), write(path, tensors, notes)),
     )
     smol.pack(tmp_path / "again")
     read = {
