@@ -4,7 +4,7 @@
 // scales sw in registers. When the unit changes the sums are multiplied by a factor while a product is under way, and
 // after the last block by the unit itself. The zero points' part is a product over 32 blocks.
 //
-// STREAM blocks at a time are one stream of products, FLIGHT of them under way at any moment, across blocks too: the next
+// kStream blocks at a time are one stream of products, FLIGHT of them under way at any moment, across blocks too: the next
 // block's nibbles are loaded while this one is multiplied. Between streams nothing is under way (ptxas serializes wgmma
 // that cross a branch). Tiles whose sums leave no registers for a second fragment have streams of one block. The last look
 // ahead meets an empty stage, with which the producers close.
