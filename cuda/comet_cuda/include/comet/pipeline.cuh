@@ -187,10 +187,6 @@ __device__ __forceinline__ void store_shared_2(unsigned at, unsigned x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<unsigned short>(x)) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_f4(unsigned at, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_4(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
