@@ -10,11 +10,12 @@ Source of the idea: Behdin et al., "QuantEase", 2023 (arXiv:2309.01885), which d
 import torch
 from torch import Tensor
 
-from comet_core.quantize import Grid, QuantizedWeight, assemble
+from comet_core.quantize import QuantizedWeight, assemble
 from comet_core.recipe import WeightSpec
 from comet_core.replay import replay
 from comet_cuda.affine import BLOCK, code_max, split_blocks, symmetric_qmax
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
+from comet_cuda.weight_grid import Grid
 
 
 def descend(w: Tensor, start: QuantizedWeight, hessian: Tensor, spec: WeightSpec) -> QuantizedWeight:

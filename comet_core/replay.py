@@ -1,7 +1,7 @@
 """A function of tensors that launches hundreds of small kernels -> the same function, launched at once on a GPU.
 
-GPTQ and coordinate descent walk the columns of a block one after the other, ten small kernels each; started one by one
-they leave a GPU idle most of the time. A CUDA graph, recorded once per function and shapes, starts them together. On a
+Coordinate descent walks the columns of a block one after the other, ten small kernels each; started one by one they
+leave a GPU idle most of the time. A CUDA graph, recorded once per function and shapes, starts them together. On a
 CPU the function runs as it is.
 """
 

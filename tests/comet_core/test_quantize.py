@@ -6,9 +6,10 @@ from torch import Tensor
 
 from comet_core.moments import Moments, exact_rows
 from comet_core.plan import BlockPlan
-from comet_core.quantize import choose_grid, quantize_gptq, quantize_rtn, to_storage
+from comet_core.quantize import quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.int4 import unpack_nibbles
+from comet_cuda.weight_grid import choose_grid
 
 
 def plan_of(channels: int, int8: int = 0, hadamard: bool = False) -> BlockPlan:
@@ -70,7 +71,7 @@ def test_clip_search_lowers_the_weighted_error() -> None:
     importance = torch.where(torch.arange(128) == 0, 1e-4, 1.0)
     error = {}
     for search in (True, False):
-        grid = choose_grid(w, importance, WeightSpec(clip_search=search))
+        grid = choose_grid(w, importance, 4, False, search)
         error[search] = float(((grid.values(grid.codes(w)) - w).square() * importance).sum())
     assert error[True] < 0.7 * error[False]
 

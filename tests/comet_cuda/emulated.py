@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from comet_cuda import kv4_append_cuda, kv4_decode_cuda, kv4_prefill_cuda
+from comet_cuda import gptq_block, kv4_append_cuda, kv4_decode_cuda, kv4_prefill_cuda
 from comet_cuda.jit import SOURCE_FOLDER, read_sources
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def one_file(source: str, entry: str, defines: Mapping[str, int | str]) -> str:
         return re.sub(r'^#include "([^"]+)"$', lambda match: expand(match.group(1)), texts[name], flags=re.MULTILINE)
 
     body = expand(source).replace("#pragma once", "").replace("#pragma unroll", "//")
-    body = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", body)
+    body = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "extern char memory[];", body)
     body = body.replace('extern "C" __global__', "__global__")
     lines = [f"#define {name} {value}" for name, value in defines.items()]
     return "\n".join([*lines, '#include "emulator.h"', body, RUN.format(shared=SHARED, entry=entry)])
@@ -95,7 +95,7 @@ _kernels: dict[tuple[object, ...], EmulatedKernel] = {}
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """From here on, the KV4 launchers run on CPU tensors."""
+    """From here on, the launchers of the KV4 kernels and of gptq_block run on CPU tensors."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     assert SOURCE_FOLDER.exists()
@@ -113,6 +113,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gptq_block, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(gptq_block, "device_arch", lambda _: "emulated")
     for module, cached in (
         (kv4_append_cuda, "_append_kernel"),
         (kv4_decode_cuda, "_decode_kernel"),

@@ -163,6 +163,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
 inline int atomicAdd(int* at, int x) { return (*at += x) - x; }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline float __uint_as_float(unsigned x) { return emulator::number(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
