@@ -50,11 +50,15 @@ class Moments:
 
     def rotate(self, plan: BlockPlan) -> None:
         """R H R^T with the plan's rotation R, for rows that were added unrotated: cheaper once on the sum than on every
-        row. In place, block by block."""
+        row. In place, on a CPU block by block."""
         if not plan.hadamard:
             return
         for matrix in (self.hessian, self.gap):
             if matrix is None:
+                continue
+            if matrix.is_cuda:  # few large operations
+                for _ in range(2):  # M R^T, transposed: twice that is R M R^T
+                    matrix.copy_(rotate_int4(split_blocks(matrix), plan.block_bits).flatten(1).T)
                 continue
             for rows in matrix.split(BLOCK):
                 rows.copy_(rotate_int4(split_blocks(rows), plan.block_bits).flatten(1))

@@ -1,9 +1,9 @@
 """Many variants of a recipe, one after the other or a few at once -> eval records: how a lever earns its place.
 
 A file names a base recipe and, per variant, the keys that differ (and `recipe: NAME`, if its base is another one). Each
-variant is calibrated, packed and evaluated like any other recipe, under the name `base+variant`, in a process of its
-own, so that one that fails costs the others nothing. What several variants begin with, a calibration or the packing
-before tuning, is done once. Variants whose record is in the file already (same recipe digest, model, text and windows)
+variant is calibrated, packed and evaluated like any other recipe, under the name `base+variant`, in a process that does
+one after the other; one that fails costs the others nothing. What several variants begin with, a calibration or the
+packing before tuning, is done once. Variants whose record is in the file already (same recipe digest, model, text and windows)
 are left out, so a run that was cut off goes on.
 
     python -m comet_core.screen results/ablations.yaml --model smollm2-135m --windows 40 --jobs 3 --record FILE
@@ -12,6 +12,7 @@ On a GPU, processes share its time: two or three keep it busy, more only wait.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import shutil
 import sys
@@ -173,32 +174,76 @@ def _alone(folder: Path) -> AbstractContextManager[Any]:
     return FileLock(f"{folder}.making")
 
 
-def _try(recipe: Recipe, setting: Setting) -> None:
-    try:
-        measure(recipe, setting)
-    except CometError as error:
-        print(f"{recipe.name}: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
-        sys.exit(1)
+def _work(pipe: Any, setting: Setting) -> None:
+    """A process that measures recipes, one after the other, until it is sent None. After an error that is not of the
+    recipe (a GPU's stay with the process) it ends."""
+    import gc
+
+    import torch
+
+    while (recipe := pipe.recv()) is not None:
+        try:
+            measure(recipe, setting)
+            pipe.send(True)
+        except CometError as error:
+            print(f"{recipe.name}: {error.message}\nhint: {error.hint}", file=sys.stderr, flush=True)
+            pipe.send(False)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # others share the GPU
+
+
+class _Worker:
+    """One process of `_work`, and what it is at."""
+
+    def __init__(self, setting: Setting) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU of its parent
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, setting), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.recipe: Recipe | None = None
+
+    def give(self, recipe: Recipe | None) -> None:
+        self.pipe.send(recipe)
+        self.recipe = recipe
+
+    def take(self) -> bool | None:
+        """Whether its recipe was measured; None while it is at it. A process that ended has failed."""
+        try:
+            return bool(self.pipe.recv()) if self.pipe.poll() else None
+        except (EOFError, OSError):
+            self.process.join()
+            print(f"{self.recipe and self.recipe.name}: its process ended", file=sys.stderr, flush=True)
+            return False
 
 
 def run(recipes: Sequence[Recipe], setting: Setting, jobs: int, seconds: float) -> int:
     """Measure every variant, `jobs` at a time; none is started after `seconds`. Returns how many failed."""
     began, waiting, failed = time.monotonic(), list(recipes), 0
-    context = multiprocessing.get_context("spawn")  # a forked process could not use the GPU of its parent
-    running: list[Any] = []
-    while waiting or running:
-        for process in [p for p in running if not p.is_alive()]:
-            running.remove(process)
-            failed += process.exitcode != 0
-        while waiting and len(running) < jobs and time.monotonic() - began < seconds:
-            process = context.Process(target=_try, args=(waiting.pop(0), setting))
-            process.start()
-            running.append(process)
-        if waiting and not running:
-            print(f"{len(waiting)} variants were not started in {seconds:.0f} s", file=sys.stderr)
-            return failed + len(waiting)
-        time.sleep(0.2)
-    return failed
+    workers: list[_Worker] = []
+    while True:
+        for worker in [w for w in workers if w.recipe is not None]:
+            outcome = worker.take()
+            if outcome is not None:
+                worker.recipe, failed = None, failed + (not outcome)
+        workers = [w for w in workers if w.recipe is not None or w.process.is_alive()]
+        idle = [w for w in workers if w.recipe is None]
+        if waiting and time.monotonic() - began < seconds and (idle or len(workers) < jobs):
+            if not idle:
+                workers.append(_Worker(setting))
+            (idle or workers[-1:])[0].give(waiting.pop(0))
+        elif len(idle) == len(workers):
+            break
+        else:
+            time.sleep(0.1)
+    for worker in workers:
+        with contextlib.suppress(OSError):  # one that ended while it waited
+            worker.give(None)
+        worker.process.join()
+    if waiting:
+        print(f"{len(waiting)} variants were not started in {seconds:.0f} s", file=sys.stderr)
+    return failed + len(waiting)
 
 
 def _chosen(recipes: Sequence[Recipe], only: str | None) -> Iterator[Recipe]:

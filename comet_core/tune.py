@@ -76,7 +76,7 @@ def tune(
     trainable = _TrainableModel(model, spec)
     before = _divergence(model, teacher, judge, device)
     steps = spec.epochs * math.ceil(len(train) / spec.windows)
-    optimizer = torch.optim.Adam(trainable.groups(), betas=BETAS, eps=1e-12)
+    optimizer = torch.optim.Adam(trainable.groups(), betas=BETAS, eps=1e-12, fused=device.type == "cuda")
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(seed)
     with progress.task("tune", steps) as task:
@@ -309,13 +309,12 @@ class _TrainableModel:
     def groups(self) -> list[dict[str, Any]]:
         """Adam's parameter groups: its steps are absolute, so each tensor's is its size times the rate."""
         rate = self.spec.learning_rate
-        groups: list[dict[str, Any]] = [{"params": [linear.drift for linear in self.linears.values()], "lr": rate}]
-        for linear in self.linears.values():
-            if linear.values.requires_grad:
-                groups.append({"params": [linear.values], "lr": self.spec.code_rate})
-            if linear.bias is not None:
-                groups.append({"params": [linear.bias], "lr": rate * _size(linear.bias)})
-        return groups + [{"params": [p], "lr": rate * _size(p)} for p in self.vectors.values()]
+        linears = list(self.linears.values())
+        groups: list[dict[str, Any]] = [{"params": [linear.drift for linear in linears], "lr": rate}]
+        if self.spec.code_rate:  # one group, so that one launch steps them all
+            groups.append({"params": [linear.values for linear in linears], "lr": self.spec.code_rate})
+        vectors = [linear.bias for linear in linears if linear.bias is not None] + list(self.vectors.values())
+        return groups + [{"params": [p], "lr": rate * _size(p)} for p in vectors]
 
     def clamp(self) -> None:
         """Keep real values inside the codes' range, so that they can come back."""
