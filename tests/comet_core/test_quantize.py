@@ -1,5 +1,7 @@
 """Rounding, GPTQ and the Hessian they work with."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +36,23 @@ def test_hessian_is_that_of_rotated_rows_with_equal_tokens() -> None:
     rows = rows / rows.norm(dim=1, keepdim=True)
     assert torch.allclose(hessian.hessian, rows.T @ rows, atol=1e-4)
     assert float(hessian.hessian.trace()) == pytest.approx(600, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_rotates_moments_as_a_cpu_does() -> None:
+    plan = plan_of(300, 1, hadamard=True)
+    on_gpu = Moments(dataclasses.replace(plan, block_bits=plan.block_bits.cuda()), "none", with_gap=True)
+    on_cpu = Moments(plan, "none", with_gap=True)
+    assert on_gpu.gap is not None and on_cpu.gap is not None
+    for name in ("hessian", "gap"):
+        matrix = torch.randn(384, 384)
+        getattr(on_cpu, name).copy_(matrix)
+        getattr(on_gpu, name).copy_(matrix)
+    on_cpu.rotate(plan)
+    on_gpu.rotate(dataclasses.replace(plan, block_bits=plan.block_bits.cuda()))
+    assert torch.allclose(on_gpu.hessian.cpu(), on_cpu.hessian, atol=1e-4)
+    assert torch.allclose(on_gpu.gap.cpu(), on_cpu.gap, atol=1e-4)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
