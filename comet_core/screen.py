@@ -156,7 +156,7 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
     with _alone(packed):
         if not is_packed(packed):
             if untuned != recipe:
-                shutil.copytree(draft, draft_folder(packed))
+                shutil.copytree(draft, draft_folder(packed), dirs_exist_ok=True)  # a run may have been cut off
             pack(source, calibration, recipe, packed, **how, progress=silent)
     return packed
 
