@@ -21,7 +21,7 @@ from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
-from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_act import QUAD, quantize_quads
 from comet_cuda.weight_layout import ATOM, ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
 from comet_cuda.weight_layout_sm80 import tile_activations_sm80
@@ -181,7 +181,7 @@ def _bound(
 def _explain(
     x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor, unit: Tensor | None
 ) -> CometError:
-    """What is wrong with arguments that did not pass `launch`'s one-line check."""
+    """What is wrong with arguments that do not pass `check`."""
     if x.dtype not in ELEMENTS:
         return CometError(f"quantize_act: x is {x.dtype}", "it must be float32, bfloat16 or float16")
     blocks = num_blocks(channels)
@@ -202,8 +202,29 @@ def _explain(
     )
 
 
+def check(x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor, unit: Tensor | None) -> None:
+    """Raises CometError if a kernel cannot take these arguments, for x of `channels` channels that are quantized."""
+    device, blocks = x.get_device(), block_bits.numel()
+    if not (
+        x.dtype in ELEMENTS
+        and 0 <= blocks * BLOCK - channels < BLOCK
+        and block_bits.dtype is torch.uint8
+        and block_bits.get_device() == device
+        and block_bits.is_contiguous()
+        and clip.dtype is torch.float32
+        and clip.numel() == blocks
+        and clip.get_device() == device
+        and clip.is_contiguous()
+        and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
+        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
+        and (perm is None or perm.is_contiguous())
+        and (unit is None or unit.is_contiguous())
+    ):
+        raise _explain(x, channels, perm, block_bits, clip, unit)
+
+
 @functools.lru_cache(maxsize=64)
-def _identity(channels: int, device: int) -> Tensor:
+def identity(channels: int, device: int) -> Tensor:
     """int32 [K], the permutation that keeps the order."""
     return torch.arange(channels, dtype=torch.int32, device=torch.device("cuda", device))
 
@@ -229,22 +250,7 @@ def launch(
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
     device, dtype, blocks = x.get_device(), x.dtype, block_bits.numel()
-    if not (
-        dtype in ELEMENTS
-        and 0 <= blocks * BLOCK - channels < BLOCK
-        and block_bits.dtype is torch.uint8
-        and block_bits.get_device() == device
-        and block_bits.is_contiguous()
-        and clip.dtype is torch.float32
-        and clip.numel() == blocks
-        and clip.get_device() == device
-        and clip.is_contiguous()
-        and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
-        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
-        and (perm is None or perm.is_contiguous())
-        and (unit is None or unit.is_contiguous())
-    ):
-        raise _explain(x, channels, perm, block_bits, clip, unit)
+    check(x, channels, perm, block_bits, clip, unit)
     if rows == 0:
         return
     x_at = x.data_ptr()
@@ -254,7 +260,7 @@ def launch(
     )
     aligned = (x_at | weight_at | residual_at | out_at) % 16  # 0: to 16 bytes
     bound = _bound(device, rows, channels, dtype, hadamard, fuse, layout, share, aligned, perm is not None)
-    perm = _identity(channels, device) if perm is None else perm
+    perm = identity(channels, device) if perm is None else perm
     perm_at = perm.data_ptr()
     if perm_at % PERM_ALIGNMENT:
         perm = perm.clone()
@@ -374,11 +380,6 @@ def tiled_fake(
 define_op(f"quantize_act_tiled(Tensor x, {QUANTIZE_ARGUMENTS}) -> (Tensor, Tensor)", quantize_act_tiled_ref, tiled_fake)
 LIBRARY.impl("quantize_act", quantize_act_gpu, "CUDA")
 LIBRARY.impl("quantize_act_tiled", quantize_act_tiled_gpu, "CUDA")
-
-
-def is_plain_cuda(x: Tensor) -> bool:
-    """Whether the dispatcher, which costs a third of all host time, has nothing to add: no tracing, no subclass."""
-    return x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def quantize_act_tiled(

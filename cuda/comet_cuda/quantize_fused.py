@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from comet_cuda.errors import CometError
-from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_act_cuda import (
     QUANTIZE_ARGUMENTS,
     as_rows,
     empty_tiled,
-    is_plain_cuda,
     launch,
     quantize_act_tiled_ref,
     tiled_fake,
@@ -48,6 +47,27 @@ def rms_norm_quantize_ref(
     return codes, meta, x.new_empty(0) if residual is None else summed
 
 
+def norm_inputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, op: str
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """x, residual and weight as the kernels take them, and where x + residual goes (None without a residual)."""
+    x = as_rows(x, op)
+    device = x.get_device()
+    if weight.dtype is not x.dtype or weight.shape != x.shape[1:] or weight.get_device() != device:
+        raise CometError(
+            f"{op}: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}",
+            f"it must be {x.dtype} ({x.shape[1]},) on {x.device}",
+        )
+    if residual is None:
+        return x, None, None, weight.contiguous()
+    if residual.shape != x.shape or residual.dtype is not x.dtype or residual.get_device() != device:
+        raise CometError(
+            f"{op}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}",
+            f"it must be like x: {x.dtype} {tuple(x.shape)} on {x.device}",
+        )
+    return x, as_rows(residual, op), torch.empty_like(x), weight.contiguous()
+
+
 def rms_norm_quantize_gpu(
     x: Tensor,
     residual: Tensor | None,
@@ -62,24 +82,8 @@ def rms_norm_quantize_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_ref` on CUDA tensors."""
-    x = as_rows(x, "rms_norm_quantize")
-    device = x.get_device()
-    if weight.dtype is not x.dtype or weight.shape != x.shape[1:] or weight.get_device() != device:
-        raise CometError(
-            f"rms_norm_quantize: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}",
-            f"it must be {x.dtype} ({x.shape[1]},) on {x.device}",
-        )
-    summed = None
-    if residual is not None:
-        if residual.shape != x.shape or residual.dtype is not x.dtype or residual.get_device() != device:
-            raise CometError(
-                f"rms_norm_quantize: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}",
-                f"it must be like x: {x.dtype} {tuple(x.shape)} on {x.device}",
-            )
-        residual = as_rows(residual, "rms_norm_quantize")
-        summed = torch.empty_like(x)
+    x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
-    weight = weight.contiguous()
     norm = ("rms_norm", residual, summed, weight, eps)
     launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, *norm)
     return codes, meta, x.new_empty(0) if summed is None else summed

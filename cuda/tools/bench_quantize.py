@@ -31,6 +31,12 @@ from comet_cuda.quantize_fused import (
     silu_mul_quantize,
     silu_mul_quantize_ref,
 )
+from comet_cuda.quantize_token import quantize_token, rms_norm_quantize_token, silu_mul_quantize_token
+from comet_cuda.quantize_token_ref import (
+    quantize_token_ref,
+    rms_norm_quantize_token_ref,
+    silu_mul_quantize_token_ref,
+)
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.weight_layout import untile_activations_sm90
 
@@ -40,7 +46,9 @@ SHAPES = [
 ]  # fmt: skip
 FUSED_SHAPES = [(1, 4096), (64, 4096), (256, 4096), (4096, 4096), (2048, 8192), (1, 14336), (64, 14336), (4096, 14336)]
 INT4_SHARE = 0.84
+TOKEN = 0  # as a share: all scales of a token are multiples of one (quantize_token.py)
 SEED = 0
+BASE = "sm_90 layout, bf16, Hadamard"
 
 
 class Case:
@@ -59,11 +67,14 @@ class Case:
         self.inputs = [torch.randn(m, width, device="cuda").bfloat16() for _ in range(copies)]
         self.residual = torch.randn(m, k, device="cuda").bfloat16() if variant == "rms_norm" else None
         self.weight = torch.rand(k, device="cuda").bfloat16()
-        self.unit = 0.8 + 0.4 * torch.rand(blocks, device="cuda") if share == 4 else None
+        self.unit = 0.8 + 0.4 * torch.rand(blocks, device="cuda") if share != 1 else None
         elements = {"rms_norm": 3, "silu_mul": 2}.get(variant, 1)  # 16-bit ones read or written for each code
-        self.bytes = m * k * (2 * elements + 1) + m * blocks * 8 + (0 if self.perm is None else 4 * k)
+        meta = m * blocks * 8 if share != TOKEN else m * (4 + 4 * int((self.bits == 8).sum()))
+        self.bytes = m * k * (2 * elements + 1) + meta + (0 if self.perm is None else 4 * k)
 
     def call(self, kernel: bool, x: Tensor) -> tuple[Tensor, ...]:
+        if self.share == TOKEN:
+            return self.call_token(kernel, x)
         common = (self.perm, self.bits, self.clip, self.hadamard, "sm_90", self.share, self.unit)
         if self.variant == "rms_norm":
             norm = rms_norm_quantize if kernel else rms_norm_quantize_ref
@@ -72,8 +83,30 @@ class Case:
             return (silu_mul_quantize if kernel else silu_mul_quantize_ref)(x, *common)
         return (quantize_act_tiled if kernel else quantize_act_tiled_ref)(x, *common)
 
+    def call_token(self, kernel: bool, x: Tensor) -> tuple[Tensor, ...]:
+        common = (self.perm, self.bits, self.clip, self.hadamard, self.unit)
+        if self.variant == "rms_norm":
+            norm = rms_norm_quantize_token if kernel else rms_norm_quantize_token_ref
+            return norm(x, self.residual, self.weight, 1e-5, *common)
+        if self.variant == "silu_mul":
+            return (silu_mul_quantize_token if kernel else silu_mul_quantize_token_ref)(x, *common)
+        return (quantize_token if kernel else quantize_token_ref)(x, *common)
+
+    def check_token(self, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+        eights = self.bits == 8
+        whole = self.m // 8  # atoms without padding tokens
+        parts = [(each[0][:, :whole], each[1][eights, :whole], each[2]) for each in (got, expected)]
+        if self.variant in ("rms_norm", "silu_mul"):  # which may round a value, and so a token's scale, the other way
+            off = (parts[0][0].int() - parts[1][0].int()) != 0
+            assert not off.numel() or off.float().mean() < 0.01
+            return
+        assert all(torch.equal(mine, wanted) for mine, wanted in zip(*parts, strict=True))
+
     def check(self) -> None:
         got, expected = self.call(True, self.inputs[0]), self.call(False, self.inputs[0])
+        if self.share == TOKEN:
+            self.check_token(got, expected)
+            return
         tokens = [untile_activations_sm90(*each[:2], self.m, self.bits, self.share) for each in (got, expected)]
         if self.variant not in ("rms_norm", "silu_mul"):
             assert all(torch.equal(mine, wanted) for mine, wanted in zip(*tokens, strict=True))
@@ -83,6 +116,13 @@ class Case:
         step = torch.where(fixed == 0, 1 << 30, fixed & -fixed).amin(-1, keepdim=True) / 512
         off = ((codes.float() * (scale / wanted_scale)[..., None] - wanted.float()) / step).abs().round()
         assert off.max() <= 1 and (off > 0).float().mean() <= 1e-4 + 4 / off.numel()
+
+
+def op_name(variant: str, share: int) -> str:
+    fused = variant + "_" if variant in ("rms_norm", "silu_mul") else ""
+    if share == TOKEN:
+        return f"{fused}quantize_token"
+    return f"{fused}quantize" if fused else "quantize_act_tiled"
 
 
 def time_case(m: int, k: int, variant: str, share: int) -> tuple[Case, float]:
@@ -138,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="records are appended to this file")
     parser.add_argument("--git-sha", default="", help="commit of the code, where there is no git")
+    parser.add_argument("--token-only", action="store_true", help="time one scale a token, and what it stands beside")
     args = parser.parse_args()
     torch.manual_seed(SEED)
     provenance = {
@@ -151,10 +192,17 @@ def main() -> None:
     rate = (1 << 30) / time_copy(1 << 30)  # bytes a microsecond
     print(f"torch.neg over 1 GB: {rate / 1e6:.2f} TB/s")
     cases = [(m, k, variant, 1) for m, k in SHAPES for variant in ("", "no hadamard", "no gather")]
-    cases += [(m, k, "", 4) for m, k in SHAPES]
+    cases += [(m, k, "", share) for m, k in SHAPES for share in (4, TOKEN)]
+    cases += [(m, k, "no gather", TOKEN) for m, k in SHAPES]
     cases += [
-        (m, k, variant, share) for m, k in FUSED_SHAPES for variant in ("rms_norm", "silu_mul") for share in (1, 4)
+        (m, k, variant, share)
+        for m, k in FUSED_SHAPES
+        for variant in ("rms_norm", "silu_mul")
+        for share in (1, 4, TOKEN)
     ]
+    if args.token_only:
+        timed = {(m, k, variant) for m, k, variant, share in cases if share == TOKEN}
+        cases = [case for case in cases if case[:3] in timed and case[3] != 4]
     with args.out.open("a") as out:
         for m, k, variant, share in cases:
             case, us = time_case(m, k, variant, share)
@@ -162,9 +210,10 @@ def main() -> None:
             major, minor = torch.cuda.get_device_capability()
             record = {
                 "kind": "bench",
-                "op": variant + "_quantize" if variant in ("rms_norm", "silu_mul") else "quantize_act_tiled",
+                "op": op_name(variant, share),
                 "arch": f"sm_{major}{minor}",
-                "path": "quantize_act, sm_90 layout, bf16, Hadamard" + ("" if case.perm is None else " and gather"),
+                "path": f"quantize_{'act' if share else 'token'}, {BASE}"
+                + ("" if case.perm is None else " and gather"),
                 "m": m,
                 "n": None,
                 "k": k,
@@ -183,7 +232,7 @@ def main() -> None:
             }
             out.write(json.dumps(record) + "\n")
             speed = f"{us:8.2f} us {case.bytes / us / 1e6:5.2f} TB/s, torch.neg {copy:8.2f} us"
-            print(f"M={m:5} K={k:5} {variant or 'all':15} share {share} {speed}", flush=True)
+            print(f"M={m:5} K={k:5} {variant or 'all':15} share {share or 'token'} {speed}", flush=True)
     for name, us in host_microseconds().items():
         print(f"host, one call of {name}: {us:.2f} us")
 

@@ -176,8 +176,11 @@ inline void __syncwarp() { emu::exchange(0); }
 
 // ---- after the kernel
 #ifdef AFTER_THE_KERNEL
+#ifndef PARAMS
+#define PARAMS Params
+#endif
 namespace emu {
-inline const Params* params;
+inline const PARAMS* params;
 inline void body() {
   ENTRY(*params);
   now->done = true;
@@ -185,7 +188,7 @@ inline void body() {
 }
 }
 char shared[1 << 18] __attribute__((aligned(1024)));
-extern "C" void emulate(const Params* p, int gx, int gy, int n) {
+extern "C" void emulate(const PARAMS* p, int gx, int gy, int n) {
   using namespace emu;
   grid = {gx, gy, 1}; threads = {n, 1, 1}; params = p;
   std::vector<Fiber> fibers(n);

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_few, quantize_many
+from comet_cuda import quantize_act_cuda, quantize_few, quantize_many, quantize_token
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import read_sources
 from comet_cuda.quantize_act import quantize_act_ref
@@ -60,17 +60,22 @@ PTX = (  # statement of the kernel -> what it means
     (r"(?<!extern )__shared__", "static"),
 )
 KERNELS = {
-    "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE, "quantize_many": quantize_many.SOURCE
+    "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE,
+    "quantize_many": quantize_many.SOURCE, "quantize_token": quantize_token.SOURCE,
 }  # fmt: skip
 
 
 def plain_source(entry: str) -> str:
     """The kernel and its headers as one C++ text."""
-    texts = read_sources(KERNELS[entry])
-    order = ["quantize", "codes", "rows", "quantize_scale"]
-    order = [f"comet/{name}.cuh" for name in order] + [KERNELS[entry]]
-    assert sorted(order) == sorted(texts.keys() - {"comet/pipeline.cuh"})  # which the emulation has in its own words
-    lines = [line for name in order for line in texts[name].splitlines() if not line.lstrip().startswith("#include")]
+    texts, done = read_sources(KERNELS[entry]), {"comet/pipeline.cuh"}  # which the emulation has in its own words
+
+    def expanded(name: str) -> str:
+        if name in done:
+            return ""
+        done.add(name)
+        return re.sub(r'^#include "(.*)".*$', lambda found: expanded(found[1]), texts[name], flags=re.MULTILINE)
+
+    lines = expanded(KERNELS[entry]).splitlines()
     text = "\n".join(line for line in lines if not re.match(r"\s*#\s*pragma", line))
     for pattern, meaning in PTX:
         text, count = re.subn(pattern, meaning, text, flags=re.DOTALL)

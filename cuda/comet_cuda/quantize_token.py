@@ -1,0 +1,294 @@
+"""quantize_act with scales that are integer multiples of one number a token, as the integer GEMM of sm_90 reads them.
+
+In: x [M, K], or what a fused norm or SiLU makes x from. Out: codes in which INT4 blocks hold code * multiple, the
+multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums stay integers over all of K.
+
+The decision made here is how a token's blocks are shared out to a cta's warps: a block a warp while ctas are few and
+latency counts, several blocks a warp (half as many threads a cta) once the GPU is full; rows too wide for registers
+are computed twice.
+"""
+
+import dataclasses
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.dispatch import device_arch, device_capability
+from comet_cuda.driver import BoundLaunch, EmptyTensors
+from comet_cuda.errors import CometError
+from comet_cuda.jit import Configuration, compile_kernel
+from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
+from comet_cuda.quantize_act_cuda import (
+    DEFAULT_SHARED,
+    FUSE,
+    MOST_CODES,
+    PERM_ALIGNMENT,
+    as_rows,
+    check,
+    identity,
+)
+from comet_cuda.quantize_fused import norm_inputs
+from comet_cuda.quantize_token_ref import (
+    TokenOperand,
+    check_channels,
+    quantize_token_ref,
+    rms_norm_quantize_token_ref,
+    silu_mul_quantize_token_ref,
+    token_shapes,
+)
+
+SOURCE = "quantize_token.cu"
+OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
+ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+WARP = 32
+FEW_WARPS, MOST_WARPS = 16, 32  # of a cta
+ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
+MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
+_PARAMS = struct.Struct("<10Q3ifQ")  # TokenParams of quantize_token.cu
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenPlan:
+    """How one shape is launched: a cta a token."""
+
+    warps: int
+    rounds: int  # blocks a warp takes; 0: as many as it needs, their values computed twice
+    gather: bool  # through a row in shared memory
+    vector: bool  # rows are aligned to four channels
+    shared_bytes: int
+
+    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str) -> dict[str, int | str]:
+        """The preprocessor definitions of quantize_token.cu."""
+        wide = self.warps > FEW_WARPS
+        return {
+            "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": int(self.vector), "STAGE": 1, "OUT": 1, "SHARE": 1,
+            "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(self.gather), "ROUNDS": max(1, self.rounds),
+            "KEEP": int(self.rounds > 0), "BATCH": min(MOST_BATCH, self.rounds or MOST_BATCH),
+            "THREADS": WARP * (MOST_WARPS if wide else FEW_WARPS), "MIN_CTAS": 1 if wide else 2,
+        }  # fmt: skip
+
+
+def plan_token(rows: int, channels: int, fuse: str, gathered: bool, vector: bool, sms: int) -> TokenPlan:
+    """The plan for x [rows, channels].
+
+    Args:
+        fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
+        vector: rows are aligned to four channels. sms: multiprocessors of the GPU.
+    """
+    blocks = num_blocks(channels)
+    gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
+    cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
+    shared_bytes = -(-8 * blocks // 16) * 16 + (blocks * BLOCK * cell if gather else 0)
+    for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
+        kept = [rounds for rounds in ROUNDS if rounds * warps >= blocks]
+        if kept and vector:
+            return TokenPlan(-(-blocks // kept[0]), kept[0], gather, vector, shared_bytes)
+    return TokenPlan(min(blocks, MOST_WARPS if vector else FEW_WARPS), 0, gather, vector, shared_bytes)
+
+
+def configurations(family: str) -> list[Configuration]:
+    """Every way that quantize_token.cu is compiled on a GPU family."""
+    if family != "sm_90":
+        return []
+    plans = [(warps, rounds, True) for warps in (FEW_WARPS, MOST_WARPS) for rounds in ROUNDS]
+    plans += [(MOST_WARPS, 0, True), (FEW_WARPS, 0, False)]
+    return [
+        Configuration(SOURCE, TokenPlan(warps, rounds, gather, vector, 0).defines(dtype, hadamard, fuse), OPTIONS)
+        for warps, rounds, vector in plans
+        for fuse in FUSE
+        for gather in (True, False)
+        if gather or fuse != "rms_norm"
+        for dtype in ELEMENTS
+        for hadamard in (False, True)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(
+    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool
+) -> tuple[BoundLaunch, bool]:
+    """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
+    check_channels(channels)
+    if dtype not in ELEMENTS:
+        raise CometError(f"quantize_token: x is {dtype}", "it must be bfloat16 or float16 on a GPU")
+    if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
+        raise CometError(
+            f"quantize_token: {rows} tokens of {channels} channels are more codes than the GEMM can index",
+            "quantize them in several calls",
+        )
+    properties = torch.cuda.get_device_properties(device)
+    vector = channels % 4 == 0 and aligned % 8 == 0
+    plan = plan_token(rows, channels, fuse, gathered, vector, properties.multi_processor_count)
+    limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
+    if plan.shared_bytes > limit - 1024:
+        raise CometError(
+            f"quantize_token: a row of {channels} channels takes {plan.shared_bytes} bytes of shared memory of {limit}",
+            "this GPU is not one that the integer GEMM runs on",
+        )
+    kernel = compile_kernel(SOURCE, "quantize_token", device_arch(device), plan.defines(dtype, hadamard, fuse), OPTIONS)
+    overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
+    loaded = kernel.load(device)
+    return loaded.bind(rows, WARP * plan.warps, _PARAMS, plan.shared_bytes, overlap), plan.gather
+
+
+@functools.lru_cache(maxsize=4096)
+def _empty(rows: int, blocks: int) -> EmptyTensors:
+    """What one shape's results are allocated with."""
+    codes, multiples, scale = token_shapes(rows, blocks)
+    return EmptyTensors((codes, torch.uint8), (multiples, torch.int32), (scale, torch.float32))
+
+
+def launch(
+    x: Tensor,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    unit: Tensor | None,
+    fuse: str = "none",
+    residual: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> TokenOperand:
+    """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU."""
+    rows, channels = x.shape
+    channels = channels // 2 if fuse == "silu_mul" else channels
+    device, blocks = x.get_device(), block_bits.numel()
+    check(x, channels, perm, block_bits, clip, unit)
+    codes, multiples, scale = _empty(rows, blocks).on(device)
+    if rows == 0:
+        return codes, multiples, scale
+    x_at = x.data_ptr()
+    weight_at = 0 if weight is None else weight.data_ptr()
+    residual_at, out_at = (
+        (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
+    )
+    aligned = (x_at | weight_at | residual_at | out_at) % 16
+    bound, gather = _bound(device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None)
+    if gather:
+        perm = identity(channels, device) if perm is None else perm
+        perm = perm if perm.data_ptr() % PERM_ALIGNMENT == 0 else perm.clone()
+    bound(
+        x_at, residual_at, out_at, weight_at, 0 if perm is None else perm.data_ptr(), block_bits.data_ptr(),
+        clip.data_ptr(), 0 if unit is None else unit.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels,
+        blocks, eps, multiples.data_ptr(),
+    )  # fmt: skip
+    return codes, multiples, scale
+
+
+def quantize_token_gpu(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+) -> TokenOperand:
+    """`quantize_token_ref` on CUDA tensors."""
+    return launch(as_rows(x, "quantize_token"), perm, block_bits, clip, hadamard, unit)
+
+
+def rms_norm_quantize_token_gpu(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rms_norm_quantize_token_ref` on CUDA tensors."""
+    x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize_token")
+    found = launch(x, perm, block_bits, clip, hadamard, unit, "rms_norm", residual, summed, weight, eps)
+    return *found, x.new_empty(0) if summed is None else summed
+
+
+def silu_mul_quantize_token_gpu(
+    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+) -> TokenOperand:
+    """`silu_mul_quantize_token_ref` on CUDA tensors."""
+    return launch(as_rows(gate_up, "silu_mul_quantize_token"), perm, block_bits, clip, hadamard, unit, "silu_mul")
+
+
+def _fake(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+) -> TokenOperand:
+    codes, multiples, scale = token_shapes(x.shape[0], block_bits.shape[0])
+    return (
+        x.new_empty(codes, dtype=torch.uint8),
+        x.new_empty(multiples, dtype=torch.int32),
+        x.new_empty(scale, dtype=torch.float32),
+    )
+
+
+def _rms_norm_fake(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = _fake(x, perm, block_bits, clip, hadamard)
+    return *found, x.new_empty(0) if residual is None else torch.empty_like(x)
+
+
+_ARGUMENTS = "Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard, Tensor? unit=None"
+define_op(f"quantize_token(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", quantize_token_ref, _fake)
+define_op(
+    f"silu_mul_quantize_token(Tensor gate_up, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    silu_mul_quantize_token_ref,
+    _fake,
+)
+define_op(
+    f"rms_norm_quantize_token(Tensor x, Tensor? residual, Tensor weight, float eps, {_ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    rms_norm_quantize_token_ref,
+    _rms_norm_fake,
+)
+LIBRARY.impl("quantize_token", quantize_token_gpu, "CUDA")
+LIBRARY.impl("silu_mul_quantize_token", silu_mul_quantize_token_gpu, "CUDA")
+LIBRARY.impl("rms_norm_quantize_token", rms_norm_quantize_token_gpu, "CUDA")
+
+
+def quantize_token(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+) -> TokenOperand:
+    """The op behind `quantize_token_ref`, same arguments and results, on whatever device x is on."""
+    if is_plain_cuda(x):
+        return quantize_token_gpu(x, perm, block_bits, clip, hadamard, unit)
+    codes, multiples, scale = torch.ops.comet.quantize_token(x, perm, block_bits, clip, hadamard, unit)
+    return codes, multiples, scale
+
+
+def rms_norm_quantize_token(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    perm: Tensor | None,
+    block_bits: Tensor,
+    clip: Tensor,
+    hadamard: bool,
+    unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op behind `rms_norm_quantize_token_ref`, same arguments and results, on whatever device x is on."""
+    arguments = (x, residual, weight, eps, perm, block_bits, clip, hadamard, unit)
+    if is_plain_cuda(x):
+        return rms_norm_quantize_token_gpu(*arguments)
+    codes, multiples, scale, summed = torch.ops.comet.rms_norm_quantize_token(*arguments)
+    return codes, multiples, scale, summed
+
+
+def silu_mul_quantize_token(
+    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+) -> TokenOperand:
+    """The op behind `silu_mul_quantize_token_ref`, same arguments and results, on whatever device gate_up is on."""
+    if is_plain_cuda(gate_up):
+        return silu_mul_quantize_token_gpu(gate_up, perm, block_bits, clip, hadamard, unit)
+    codes, multiples, scale = torch.ops.comet.silu_mul_quantize_token(gate_up, perm, block_bits, clip, hadamard, unit)
+    return codes, multiples, scale

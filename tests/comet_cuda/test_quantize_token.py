@@ -1,0 +1,167 @@
+"""One scale a token (quantize_token.*): the contract, what the launcher refuses, and the kernel run on the CPU."""
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from comet_cuda import quantize_token
+from comet_cuda.affine import num_blocks
+from comet_cuda.errors import CometError
+from comet_cuda.quantize_token import plan_token
+from comet_cuda.quantize_token_ref import (
+    MOST_CHANNELS,
+    TokenOperand,
+    quantize_by_token,
+    quantize_token_ref,
+    rms_norm_quantize_token_ref,
+    silu_mul_quantize_token_ref,
+    token_shapes,
+)
+from tests.comet_cuda.test_quantize_act_emulated import aligned, build  # noqa: F401
+from tests.comet_cuda.test_quantize_act_emulated import pytestmark as emulation
+from tests.comet_cuda.token_problems import MIXES, equal, exact_norm, exact_silu, problem, untile
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("units", [False, True])
+def test_scales_are_multiples_that_the_gemm_can_add(mix: str, units: bool) -> None:
+    x, (perm, bits, clip, hadamard, unit) = problem(
+        40, 4224, torch.bfloat16, mix, gathered=True, hadamard=True, units=units
+    )
+    codes, scale, multiple = quantize_by_token(x, perm, bits, clip, hadamard, unit)
+    four = bits == 4
+    assert torch.equal(scale.view(torch.int32) & 0xFFF, torch.zeros(40, dtype=torch.int32))
+    product = scale[:, None] * multiple
+    assert torch.equal(product.double(), scale[:, None].double() * multiple.double())  # exact
+    assert torch.equal(multiple, multiple.round()) and multiple.min() >= 1
+    if four.any():
+        assert (codes[:, four].int() * multiple[:, four, None].int()).abs().max() <= 126
+        assert multiple[:, four].max() > 9
+    if (~four).any():
+        assert multiple[:, ~four].sum(-1).max() <= 500 + int((~four).sum())
+        assert codes[:, ~four].abs().max() == 127
+    assert scale[3] == 1 and (multiple[3] == 1).all() and (codes[3] == 0).all()  # the row of zeros
+
+
+def contract(x: Tensor, bits: Tensor, clip: Tensor, unit: Tensor) -> tuple[list[float], list[list[float]]]:
+    """S and m of each token, number by number as the contract says it; x float32 [M, NB, 128], not rotated."""
+    scales, multiples = [], []
+    f = lambda value: torch.tensor(float(value), dtype=torch.float32)  # noqa: E731
+    for row in x:
+        ratios, top, parts = [], f(0), [f(0)] * 32
+        for b, block in enumerate(row):
+            bound = f(7) * unit[b] if bits[b] == 4 else f(127)
+            ratios.append(block.abs().max() * (clip[b] / bound))
+            if bits[b] == 4:
+                top = max(top, ratios[-1])
+            else:
+                parts[b % 32] = parts[b % 32] + ratios[-1]
+        for step in (16, 8, 4, 2, 1):
+            parts = [parts[i] + parts[i ^ step] for i in range(32)]
+        least = max(top * f(1 / 18), parts[0] * f(1 / 500))
+        scale = f(1)
+        if least > 0:
+            whole = (int(least.view(torch.int32)) + 0xFFF) & ~0xFFF
+            scale = max(torch.tensor(whole, dtype=torch.int32).view(torch.float32), f(2.0**-100))
+        scales.append(float(scale))
+        found = [
+            (r / scale).round().clamp(1, 18) if bits[b] == 4 else (r / scale).ceil().clamp(1, 1000)
+            for b, r in enumerate(ratios)
+        ]
+        multiples.append([float(m) for m in found])
+    return scales, multiples
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_reference_is_the_contract(mix: str) -> None:
+    x, (_, bits, clip, _, unit) = problem(8, 5248, torch.bfloat16, mix, gathered=False, hadamard=False, units=True)
+    assert unit is not None
+    scales, multiples = contract(x.float().view(8, -1, 128), bits, clip, unit)
+    codes, scale, multiple = quantize_by_token(x, None, bits, clip, False, unit)
+    assert scale.tolist() == scales and multiple.tolist() == multiples
+    bytes_, stored, token_scale = untile(quantize_token_ref(x, None, bits, clip, False, unit), 8)
+    assert torch.equal(token_scale, scale) and torch.equal(stored, multiple.int())
+    carried = torch.where((bits == 4)[:, None], codes.int() * multiple.int()[..., None], codes.int())
+    assert torch.equal(bytes_.int(), carried)
+
+
+def test_rows_that_could_overflow_the_sums_are_refused() -> None:
+    wide = MOST_CHANNELS + 128
+    bits = torch.full((num_blocks(wide),), 8, dtype=torch.uint8)
+    with pytest.raises(CometError, match="49280 channels"):
+        quantize_token_ref(torch.zeros(1, wide), None, bits, torch.ones(len(bits)), False)
+    most = 500 + MOST_CHANNELS // 128  # multiples of a token whose blocks are all INT8
+    assert 127 * 127 * 128 * most < 2**31
+    assert 126 * 127 * MOST_CHANNELS < 2**31
+
+
+@pytest.mark.parametrize("fuse", ["none", "rms_norm", "silu_mul"])
+@pytest.mark.parametrize("vector", [True, False])
+def test_plans_reach_every_block(fuse: str, vector: bool) -> None:
+    for rows in (1, 132, 133, 4096):
+        for channels in (1, 576, 4096, 8192, 14336, 28672, MOST_CHANNELS):
+            plan = plan_token(rows, channels, fuse, channels % 3 == 0, vector, 132)
+            blocks = num_blocks(channels)
+            assert plan.rounds == 0 or plan.rounds * plan.warps >= blocks
+            assert 32 * plan.warps <= plan.defines(torch.bfloat16, True, fuse)["THREADS"]
+            assert plan.shared_bytes <= 226 * 1024
+            assert plan.defines(torch.bfloat16, True, fuse) in [
+                dict(one.defines) for one in quantize_token.configurations("sm_90")
+            ]
+
+
+def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 132, **norm) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
+    """What the kernel leaves; norm: residual, weight and eps. The sum of x and residual goes into `residual`."""
+    perm, bits, clip, hadamard, unit = arguments
+    rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
+    plan = plan_token(rows, channels, fuse, perm is not None, channels % 4 == 0, sms)
+    codes, multiples, scale = token_shapes(rows, len(bits))
+    out = [torch.zeros(codes, dtype=torch.uint8), torch.zeros(multiples, dtype=torch.int32), torch.zeros(scale)]
+    out[2].fill_(torch.nan)
+    perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
+    residual = norm.get("residual")
+    given = [x, residual, residual, norm.get("weight"), perm, bits, clip, unit, out[0], out[2], out[1]]
+    held = [None if tensor is None else aligned(tensor) for tensor in given]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+    sizes = rows, channels, len(bits), norm.get("eps", 0.0)
+    params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10])
+    defines = plan.defines(x.dtype, hadamard, fuse) | {"ARCH": 900, "PARAMS": "TokenParams"}
+    build("quantize_token", defines).emulate(ctypes.c_char_p(params), rows, 1, 32 * plan.warps)
+    if residual is not None:
+        residual.copy_(held[2])
+    return held[8], held[10], held[9]
+
+
+SHAPES = [  # rows, channels, multiprocessors
+    (9, 1408, 132), (3, 579, 132),
+    *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 2308, 2), (2, 28800, 132), (3, 12800, 132))),
+]  # fmt: skip
+
+
+@emulation
+@pytest.mark.parametrize(("rows", "channels", "sms"), SHAPES)
+def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for i, mix in enumerate(MIXES):
+        for gathered in (True, False):
+            how = {"gathered": gathered, "hadamard": i != 2 or gathered, "units": i % 2 == 0}
+            x, arguments = problem(rows, channels, torch.bfloat16, mix, **how)
+            got = emulate(build, x, arguments, sms=sms)
+            assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
+
+
+@emulation
+@pytest.mark.parametrize(("rows", "channels"), [(9, 1152), pytest.param(3, 577, marks=pytest.mark.slow)])
+def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for mix in ("mixed", "half"):
+        x, arguments = problem(rows, channels, torch.float16, mix, gathered=mix == "mixed", hadamard=True, units=True)
+        gate_up = exact_silu(x.clamp(-900, 900))
+        got = emulate(build, gate_up, arguments, "silu_mul")
+        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1])
+        y, residual, weight = exact_norm(rows, channels, torch.float16)
+        *wanted, summed = rms_norm_quantize_token_ref(y, residual, weight, 0.0, *arguments)
+        got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight)
+        assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
+        assert torch.equal(residual, summed)
+        assert wanted[0].unique().numel() > 100
