@@ -138,6 +138,7 @@ def measure(recipe: Recipe, setting: Setting) -> None:
 def _packed(recipe: Recipe, setting: Setting) -> Path:
     """The packed folder of a variant: found, or made from what others made before."""
     from comet_core.calibrate import calibrate
+    from comet_core.calibration import MANIFEST
     from comet_core.pack import draft_folder, pack
     from comet_core.packed import is_packed
 
@@ -147,7 +148,7 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
     how: Any = {"device": setting.device, "dtype": setting.pack_dtype}
     calibration, packed = (setting.shared / kind / _content(r) for kind, r in (("c", measured), ("p", recipe)))
     with _alone(calibration):
-        if not calibration.exists():
+        if not (calibration / MANIFEST).is_file():
             calibrate(source, measured, calibration, **how, progress=silent)
     untuned = replace(recipe, tuning=TuningSpec())
     if untuned != recipe:
@@ -155,8 +156,10 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
         draft = _packed((same or [untuned])[0], setting)
     with _alone(packed):
         if not is_packed(packed):
+            for folder in (packed, draft_folder(packed)):  # of a run that was cut off, maybe under another name
+                shutil.rmtree(folder, ignore_errors=True)
             if untuned != recipe:
-                shutil.copytree(draft, draft_folder(packed), dirs_exist_ok=True)  # a run may have been cut off
+                shutil.copytree(draft, draft_folder(packed))
             pack(source, calibration, recipe, packed, **how, progress=silent)
     return packed
 
