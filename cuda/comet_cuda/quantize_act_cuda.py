@@ -181,7 +181,7 @@ def _bound(
 def _explain(
     x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor, unit: Tensor | None
 ) -> CometError:
-    """What is wrong with arguments that do not pass `check`."""
+    """What is wrong with arguments that did not pass `launch`'s one-line check."""
     if x.dtype not in ELEMENTS:
         return CometError(f"quantize_act: x is {x.dtype}", "it must be float32, bfloat16 or float16")
     blocks = num_blocks(channels)
@@ -200,27 +200,6 @@ def _explain(
         f"quantize_act: x is on {x.device}, its permutation, bits, clip or unit are not, or not contiguous",
         "move them there",
     )
-
-
-def check(x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor, unit: Tensor | None) -> None:
-    """Raises CometError if a kernel cannot take these arguments, for x of `channels` channels that are quantized."""
-    device, blocks = x.get_device(), block_bits.numel()
-    if not (
-        x.dtype in ELEMENTS
-        and 0 <= blocks * BLOCK - channels < BLOCK
-        and block_bits.dtype is torch.uint8
-        and block_bits.get_device() == device
-        and block_bits.is_contiguous()
-        and clip.dtype is torch.float32
-        and clip.numel() == blocks
-        and clip.get_device() == device
-        and clip.is_contiguous()
-        and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
-        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
-        and (perm is None or perm.is_contiguous())
-        and (unit is None or unit.is_contiguous())
-    ):
-        raise _explain(x, channels, perm, block_bits, clip, unit)
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,7 +229,22 @@ def launch(
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
     device, dtype, blocks = x.get_device(), x.dtype, block_bits.numel()
-    check(x, channels, perm, block_bits, clip, unit)
+    if not (
+        dtype in ELEMENTS
+        and 0 <= blocks * BLOCK - channels < BLOCK
+        and block_bits.dtype is torch.uint8
+        and block_bits.get_device() == device
+        and block_bits.is_contiguous()
+        and clip.dtype is torch.float32
+        and clip.numel() == blocks
+        and clip.get_device() == device
+        and clip.is_contiguous()
+        and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
+        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
+        and (perm is None or perm.is_contiguous())
+        and (unit is None or unit.is_contiguous())
+    ):
+        raise _explain(x, channels, perm, block_bits, clip, unit)
     if rows == 0:
         return
     x_at = x.data_ptr()

@@ -17,6 +17,8 @@ constexpr int kWarps = THREADS / 32;
 static_assert(VECTOR, "see the definitions");
 static_assert(kWarps % 4 == 0, "the blocks of a quad are neighbours in a cta");
 
+__device__ __forceinline__ bool has_int4(const Params& p, int block) { return p.bits[min(block, p.NB - 1)] == 4; }
+
 // The scale of the warp's block. With SHARE == 4 all warps of the cta come here together.
 __device__ __forceinline__ Scale scale_of(const Params& p, int block, const Block& info, float largest) {
   Scale scale;
@@ -83,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(con
   const int lane = threadIdx.x % 32, warp = __shfl_sync(kWarp, threadIdx.x / 32, 0), token = blockIdx.x;
   int block = blockIdx.y * kWarps + warp;
   Block info;
-  info.load(p, block, lane);
+  info.load(p, block, lane, has_int4(p, block));
   const Source source(p, token);
   float inverse = 1.f;
   const Cell* const row = reinterpret_cast<const Cell*>(shared);
@@ -135,6 +137,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(con
     }
     if (block < p.NB && (OUT == 1 || token < p.M)) store_block(p, token, block, lane, info.is_int4, codes, scale, sum);
     block += gridDim.y * kWarps;
-    if (block < p.NB) info.load(p, block, lane);
+    if (block < p.NB) info.load(p, block, lane, has_int4(p, block));
   }
 }

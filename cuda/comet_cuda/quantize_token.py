@@ -27,13 +27,12 @@ from comet_cuda.quantize_act_cuda import (
     MOST_CODES,
     PERM_ALIGNMENT,
     as_rows,
-    check,
     identity,
 )
 from comet_cuda.quantize_fused import norm_inputs
 from comet_cuda.quantize_token_ref import (
     TokenOperand,
-    check_channels,
+    check_blocks,
     quantize_token_ref,
     rms_norm_quantize_token_ref,
     silu_mul_quantize_token_ref,
@@ -47,7 +46,7 @@ WARP = 32
 FEW_WARPS, MOST_WARPS = 16, 32  # of a cta
 ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
 MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
-_PARAMS = struct.Struct("<10Q3ifQ")  # TokenParams of quantize_token.cu
+_PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ def plan_token(rows: int, channels: int, fuse: str, gathered: bool, vector: bool
     blocks = num_blocks(channels)
     gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
-    shared_bytes = -(-8 * blocks // 16) * 16 + (blocks * BLOCK * cell if gather else 0)
+    shared_bytes = -(-blocks // 4) * 16 + (blocks * BLOCK * cell if gather else 0)
     for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
         kept = [rounds for rounds in ROUNDS if rounds * warps >= blocks]
         if kept and vector:
@@ -111,9 +110,6 @@ def _bound(
     device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
-    check_channels(channels)
-    if dtype not in ELEMENTS:
-        raise CometError(f"quantize_token: x is {dtype}", "it must be bfloat16 or float16 on a GPU")
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
         raise CometError(
             f"quantize_token: {rows} tokens of {channels} channels are more codes than the GEMM can index",
@@ -135,19 +131,38 @@ def _bound(
 
 
 @functools.lru_cache(maxsize=4096)
-def _empty(rows: int, blocks: int) -> EmptyTensors:
+def _empty(rows: int, blocks: int, int8_blocks: int) -> EmptyTensors:
     """What one shape's results are allocated with."""
-    codes, multiples, scale = token_shapes(rows, blocks)
+    codes, multiples, scale = token_shapes(rows, blocks, int8_blocks)
     return EmptyTensors((codes, torch.uint8), (multiples, torch.int32), (scale, torch.float32))
+
+
+def _check(x: Tensor, channels: int, perm: Tensor | None, int8_blocks: int, clip: Tensor) -> None:
+    """Raises CometError, naming the argument, for what the kernel cannot take; of `channels` channels."""
+    check_blocks(channels, int8_blocks)
+    if x.dtype not in ELEMENTS:
+        raise CometError(f"quantize_token: x is {x.dtype}", "it must be bfloat16 or float16 on a GPU")
+    device, blocks = x.get_device(), num_blocks(channels)
+    for name, tensor, dtype, size in (("clip", clip, torch.float32, blocks), ("perm", perm, torch.int32, channels)):
+        if tensor is None or (
+            tensor.dtype is dtype
+            and tensor.numel() == size
+            and tensor.get_device() == device
+            and tensor.is_contiguous()
+        ):
+            continue
+        raise CometError(
+            f"quantize_token: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            f"it must be contiguous {dtype} ({size},) on {x.device}",
+        )
 
 
 def launch(
     x: Tensor,
     perm: Tensor | None,
-    block_bits: Tensor,
+    int8_blocks: int,
     clip: Tensor,
     hadamard: bool,
-    unit: Tensor | None,
     fuse: str = "none",
     residual: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -157,9 +172,9 @@ def launch(
     """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU."""
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
-    device, blocks = x.get_device(), block_bits.numel()
-    check(x, channels, perm, block_bits, clip, unit)
-    codes, multiples, scale = _empty(rows, blocks).on(device)
+    device, blocks = x.get_device(), num_blocks(channels)
+    _check(x, channels, perm, int8_blocks, clip)
+    codes, multiples, scale = _empty(rows, blocks, int8_blocks).on(device)
     if rows == 0:
         return codes, multiples, scale
     x_at = x.data_ptr()
@@ -173,18 +188,16 @@ def launch(
         perm = identity(channels, device) if perm is None else perm
         perm = perm if perm.data_ptr() % PERM_ALIGNMENT == 0 else perm.clone()
     bound(
-        x_at, residual_at, out_at, weight_at, 0 if perm is None else perm.data_ptr(), block_bits.data_ptr(),
-        clip.data_ptr(), 0 if unit is None else unit.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels,
-        blocks, eps, multiples.data_ptr(),
+        x_at, residual_at, out_at, weight_at, 0 if perm is None else perm.data_ptr(), 0,
+        clip.data_ptr(), 0, codes.data_ptr(), scale.data_ptr(), rows, channels,
+        blocks, eps, multiples.data_ptr(), int8_blocks,
     )  # fmt: skip
     return codes, multiples, scale
 
 
-def quantize_token_gpu(
-    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
-) -> TokenOperand:
+def quantize_token_gpu(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
     """`quantize_token_ref` on CUDA tensors."""
-    return launch(as_rows(x, "quantize_token"), perm, block_bits, clip, hadamard, unit)
+    return launch(as_rows(x, "quantize_token"), perm, int8_blocks, clip, hadamard)
 
 
 def rms_norm_quantize_token_gpu(
@@ -193,28 +206,25 @@ def rms_norm_quantize_token_gpu(
     weight: Tensor,
     eps: float,
     perm: Tensor | None,
-    block_bits: Tensor,
+    int8_blocks: int,
     clip: Tensor,
     hadamard: bool,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_token_ref` on CUDA tensors."""
     x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize_token")
-    found = launch(x, perm, block_bits, clip, hadamard, unit, "rms_norm", residual, summed, weight, eps)
+    found = launch(x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, summed, weight, eps)
     return *found, x.new_empty(0) if summed is None else summed
 
 
 def silu_mul_quantize_token_gpu(
-    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+    gate_up: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
 ) -> TokenOperand:
     """`silu_mul_quantize_token_ref` on CUDA tensors."""
-    return launch(as_rows(gate_up, "silu_mul_quantize_token"), perm, block_bits, clip, hadamard, unit, "silu_mul")
+    return launch(as_rows(gate_up, "silu_mul_quantize_token"), perm, int8_blocks, clip, hadamard, "silu_mul")
 
 
-def _fake(
-    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
-) -> TokenOperand:
-    codes, multiples, scale = token_shapes(x.shape[0], block_bits.shape[0])
+def _fake(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
+    codes, multiples, scale = token_shapes(x.shape[0], clip.shape[0], int8_blocks)
     return (
         x.new_empty(codes, dtype=torch.uint8),
         x.new_empty(multiples, dtype=torch.int32),
@@ -228,16 +238,15 @@ def _rms_norm_fake(
     weight: Tensor,
     eps: float,
     perm: Tensor | None,
-    block_bits: Tensor,
+    int8_blocks: int,
     clip: Tensor,
     hadamard: bool,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = _fake(x, perm, block_bits, clip, hadamard)
+    found = _fake(x, perm, int8_blocks, clip, hadamard)
     return *found, x.new_empty(0) if residual is None else torch.empty_like(x)
 
 
-_ARGUMENTS = "Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard, Tensor? unit=None"
+_ARGUMENTS = "Tensor? perm, int int8_blocks, Tensor clip, bool hadamard"
 define_op(f"quantize_token(Tensor x, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", quantize_token_ref, _fake)
 define_op(
     f"silu_mul_quantize_token(Tensor gate_up, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
@@ -255,13 +264,11 @@ LIBRARY.impl("silu_mul_quantize_token", silu_mul_quantize_token_gpu, "CUDA")
 LIBRARY.impl("rms_norm_quantize_token", rms_norm_quantize_token_gpu, "CUDA")
 
 
-def quantize_token(
-    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
-) -> TokenOperand:
+def quantize_token(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
     """The op behind `quantize_token_ref`, same arguments and results, on whatever device x is on."""
     if is_plain_cuda(x):
-        return quantize_token_gpu(x, perm, block_bits, clip, hadamard, unit)
-    codes, multiples, scale = torch.ops.comet.quantize_token(x, perm, block_bits, clip, hadamard, unit)
+        return quantize_token_gpu(x, perm, int8_blocks, clip, hadamard)
+    codes, multiples, scale = torch.ops.comet.quantize_token(x, perm, int8_blocks, clip, hadamard)
     return codes, multiples, scale
 
 
@@ -271,13 +278,12 @@ def rms_norm_quantize_token(
     weight: Tensor,
     eps: float,
     perm: Tensor | None,
-    block_bits: Tensor,
+    int8_blocks: int,
     clip: Tensor,
     hadamard: bool,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op behind `rms_norm_quantize_token_ref`, same arguments and results, on whatever device x is on."""
-    arguments = (x, residual, weight, eps, perm, block_bits, clip, hadamard, unit)
+    arguments = (x, residual, weight, eps, perm, int8_blocks, clip, hadamard)
     if is_plain_cuda(x):
         return rms_norm_quantize_token_gpu(*arguments)
     codes, multiples, scale, summed = torch.ops.comet.rms_norm_quantize_token(*arguments)
@@ -285,10 +291,10 @@ def rms_norm_quantize_token(
 
 
 def silu_mul_quantize_token(
-    gate_up: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None = None
+    gate_up: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
 ) -> TokenOperand:
     """The op behind `silu_mul_quantize_token_ref`, same arguments and results, on whatever device gate_up is on."""
     if is_plain_cuda(gate_up):
-        return silu_mul_quantize_token_gpu(gate_up, perm, block_bits, clip, hadamard, unit)
-    codes, multiples, scale = torch.ops.comet.silu_mul_quantize_token(gate_up, perm, block_bits, clip, hadamard, unit)
+        return silu_mul_quantize_token_gpu(gate_up, perm, int8_blocks, clip, hadamard)
+    codes, multiples, scale = torch.ops.comet.silu_mul_quantize_token(gate_up, perm, int8_blocks, clip, hadamard)
     return codes, multiples, scale

@@ -68,6 +68,7 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return expf(a); }
 inline float rsqrtf(float a) { return 1 / sqrtf(a); }
+inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   const unsigned long long both = (unsigned long long)b << 32 | a; u32 r = 0;
@@ -79,10 +80,13 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   return r;
 }
 inline u32 __shfl_xor_sync(u32, u32 v, int d) { return emu::exchange(v)[(threadIdx.x % 32) ^ d]; }
+inline u32 __shfl_down_sync(u32, u32 v, int d) { const int l = threadIdx.x % 32; return emu::exchange(v)[l + d < 32 ? l + d : l]; }
 inline int __shfl_xor_sync(u32 m, int v, int d) { return int(__shfl_xor_sync(m, u32(v), d)); }
 inline float __shfl_xor_sync(u32 m, float v, int d) { return emu::value(__shfl_xor_sync(m, emu::bits(v), d)); }
 inline float __shfl_sync(u32, float v, int src, int width) { const int l = threadIdx.x % 32; return emu::value(emu::exchange(emu::bits(v))[(l & ~(width - 1)) | (src & (width - 1))]); }
+inline u32 __shfl_sync(u32, u32 v, int src) { return emu::exchange(v)[src & 31]; }
 inline int __shfl_sync(u32, int v, int src) { return int(emu::exchange(u32(v))[src]); }
+inline void __syncwarp() { emu::exchange(0); }
 inline u32 __ballot_sync(u32, bool p) { const u32* o = emu::exchange(p); u32 r = 0; for (int i = 0; i < 32; ++i) r |= (o[i] ? 1u : 0u) << i; return r; }
 inline bool __all_sync(u32 m, bool p) { return __ballot_sync(m, p) == ~0u; }
 inline bool __any_sync(u32 m, bool p) { return __ballot_sync(m, p) != 0; }
@@ -93,6 +97,7 @@ inline float __ldg(const float* p) { return *p; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __viaddmin_s16x2_relu(u32 a, u32 b, u32 c) {
   u32 r = 0;
   for (int h = 0; h < 2; ++h) {
@@ -171,7 +176,6 @@ inline void mbarrier_wait(u32 at, u32 parity) {
 }
 inline unsigned long long l2_evict_first() { return 0; }
 }
-inline void __syncwarp() { emu::exchange(0); }
 #endif
 
 // ---- after the kernel

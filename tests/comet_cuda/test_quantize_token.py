@@ -25,73 +25,84 @@ from tests.comet_cuda.token_problems import MIXES, equal, exact_norm, exact_silu
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("units", [False, True])
-def test_scales_are_multiples_that_the_gemm_can_add(mix: str, units: bool) -> None:
-    x, (perm, bits, clip, hadamard, unit) = problem(
-        40, 4224, torch.bfloat16, mix, gathered=True, hadamard=True, units=units
-    )
-    codes, scale, multiple = quantize_by_token(x, perm, bits, clip, hadamard, unit)
-    four = bits == 4
+def test_scales_are_multiples_that_the_gemm_can_add(mix: str) -> None:
+    x, (perm, eights, clip, hadamard) = problem(40, 4224, torch.bfloat16, mix, gathered=True, hadamard=True)
+    codes, scale, multiple = quantize_by_token(x, perm, eights, clip, hadamard)
     assert torch.equal(scale.view(torch.int32) & 0xFFF, torch.zeros(40, dtype=torch.int32))
     product = scale[:, None] * multiple
     assert torch.equal(product.double(), scale[:, None].double() * multiple.double())  # exact
     assert torch.equal(multiple, multiple.round()) and multiple.min() >= 1
-    if four.any():
-        assert (codes[:, four].int() * multiple[:, four, None].int()).abs().max() <= 126
-        assert multiple[:, four].max() > 9
-    if (~four).any():
-        assert multiple[:, ~four].sum(-1).max() <= 500 + int((~four).sum())
-        assert codes[:, ~four].abs().max() == 127
+    if mix != "int8":
+        assert (codes[:, eights:].int() * multiple[:, eights:, None].int()).abs().max() <= 126
+        assert multiple[:, eights:].max() == 18 if mix == "int4" else multiple[:, eights:].max() > 2
+    if mix != "int4":
+        assert (multiple[:, :eights].diff(dim=1) <= 0).all()  # so that the GEMM shifts its sums to the left only
+        assert multiple[:, :eights].sum(-1).max() <= 500 + eights
+        assert codes[:, :eights].abs().max() == 127
     assert scale[3] == 1 and (multiple[3] == 1).all() and (codes[3] == 0).all()  # the row of zeros
 
 
-def contract(x: Tensor, bits: Tensor, clip: Tensor, unit: Tensor) -> tuple[list[float], list[list[float]]]:
-    """S and m of each token, number by number as the contract says it; x float32 [M, NB, 128], not rotated."""
+def contract(x: Tensor, eights: int, clip: Tensor) -> tuple[list[float], list[list[float]]]:
+    """S and m of each token, number by number as the rules say it; x float32 [M, NB, 128], not rotated."""
     scales, multiples = [], []
-    f = lambda value: torch.tensor(float(value), dtype=torch.float32)  # noqa: E731
+
+    def f(value: float) -> Tensor:
+        return torch.tensor(float(value), dtype=torch.float32)
+
     for row in x:
-        ratios, top, parts = [], f(0), [f(0)] * 32
-        for b, block in enumerate(row):
-            bound = f(7) * unit[b] if bits[b] == 4 else f(127)
-            ratios.append(block.abs().max() * (clip[b] / bound))
-            if bits[b] == 4:
-                top = max(top, ratios[-1])
-            else:
-                parts[b % 32] = parts[b % 32] + ratios[-1]
+        bounds = [f(127) if b < eights else f(7) for b in range(len(row))]
+        ratios = [block.abs().max() * (clip[b] / bounds[b]) for b, block in enumerate(row)]
+        alone = list(ratios)
+        for b in range(eights):
+            ratios[b] = max(alone[2 ** ((b + 1).bit_length() - 1) - 1 : eights])
+        parts = [f(0)] * 32
+        for b in range(eights):
+            parts[b % 32] = parts[b % 32] + ratios[b]
         for step in (16, 8, 4, 2, 1):
             parts = [parts[i] + parts[i ^ step] for i in range(32)]
-        least = max(top * f(1 / 18), parts[0] * f(1 / 500))
+        least = max(max([f(0), *ratios[eights:]]) * f(1 / 18), parts[0] * f(1 / 250))
         scale = f(1)
         if least > 0:
             whole = (int(least.view(torch.int32)) + 0xFFF) & ~0xFFF
             scale = max(torch.tensor(whole, dtype=torch.int32).view(torch.float32), f(2.0**-100))
         scales.append(float(scale))
-        found = [
-            (r / scale).round().clamp(1, 18) if bits[b] == 4 else (r / scale).ceil().clamp(1, 1000)
-            for b, r in enumerate(ratios)
-        ]
-        multiples.append([float(m) for m in found])
+        found = []
+        for b, ratio in enumerate(ratios):
+            if b >= eights:
+                found.append(float((ratio / scale).round().clamp(1, 18)))
+                continue
+            power = 1.0
+            while power < float(ratio / scale):
+                power *= 2
+            found.append(power)
+        multiples.append(found)
     return scales, multiples
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_reference_is_the_contract(mix: str) -> None:
-    x, (_, bits, clip, _, unit) = problem(8, 5248, torch.bfloat16, mix, gathered=False, hadamard=False, units=True)
-    assert unit is not None
-    scales, multiples = contract(x.float().view(8, -1, 128), bits, clip, unit)
-    codes, scale, multiple = quantize_by_token(x, None, bits, clip, False, unit)
+    x, (_, eights, clip, _) = problem(8, 5248, torch.bfloat16, mix, gathered=False, hadamard=False)
+    scales, multiples = contract(x.float().view(8, -1, 128), eights, clip)
+    codes, scale, multiple = quantize_by_token(x, None, eights, clip, False)
     assert scale.tolist() == scales and multiple.tolist() == multiples
-    bytes_, stored, token_scale = untile(quantize_token_ref(x, None, bits, clip, False, unit), 8)
-    assert torch.equal(token_scale, scale) and torch.equal(stored, multiple.int())
-    carried = torch.where((bits == 4)[:, None], codes.int() * multiple.int()[..., None], codes.int())
+    bytes_, words, token_scale = untile(quantize_token_ref(x, None, eights, clip, False), 8)
+    assert torch.equal(token_scale, scale)
+    powers = 2 ** (words & 255)
+    assert torch.equal(powers[:, :eights], multiple[:, :eights].int())
+    if eights:
+        assert torch.equal((words >> 8).flip(1).cumsum(1).flip(1), words & 255)  # what is left to shift
+    carried = codes.int()
+    carried[:, eights:] *= multiple[:, eights:, None].int()
     assert torch.equal(bytes_.int(), carried)
 
 
-def test_rows_that_could_overflow_the_sums_are_refused() -> None:
+def test_what_could_overflow_the_sums_is_refused() -> None:
     wide = MOST_CHANNELS + 128
-    bits = torch.full((num_blocks(wide),), 8, dtype=torch.uint8)
     with pytest.raises(CometError, match="49280 channels"):
-        quantize_token_ref(torch.zeros(1, wide), None, bits, torch.ones(len(bits)), False)
+        quantize_token_ref(torch.zeros(1, wide), None, 0, torch.ones(num_blocks(wide)), False)
+    for wrong in (-1, 3):
+        with pytest.raises(CometError, match=f"int8_blocks is {wrong}"):
+            quantize_token_ref(torch.zeros(1, 256), None, wrong, torch.ones(2), False)
     most = 500 + MOST_CHANNELS // 128  # multiples of a token whose blocks are all INT8
     assert 127 * 127 * 128 * most < 2**31
     assert 126 * 127 * MOST_CHANNELS < 2**31
@@ -114,19 +125,19 @@ def test_plans_reach_every_block(fuse: str, vector: bool) -> None:
 
 def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 132, **norm) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
     """What the kernel leaves; norm: residual, weight and eps. The sum of x and residual goes into `residual`."""
-    perm, bits, clip, hadamard, unit = arguments
+    perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     plan = plan_token(rows, channels, fuse, perm is not None, channels % 4 == 0, sms)
-    codes, multiples, scale = token_shapes(rows, len(bits))
-    out = [torch.zeros(codes, dtype=torch.uint8), torch.zeros(multiples, dtype=torch.int32), torch.zeros(scale)]
+    codes, multiples, scale = token_shapes(rows, len(clip), eights)
+    out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
     perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
     residual = norm.get("residual")
-    given = [x, residual, residual, norm.get("weight"), perm, bits, clip, unit, out[0], out[2], out[1]]
+    given = [x, residual, residual, norm.get("weight"), perm, None, clip, None, out[0], out[2], out[1]]
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
-    sizes = rows, channels, len(bits), norm.get("eps", 0.0)
-    params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10])
+    sizes = rows, channels, len(clip), norm.get("eps", 0.0)
+    params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10], eights)
     defines = plan.defines(x.dtype, hadamard, fuse) | {"ARCH": 900, "PARAMS": "TokenParams"}
     build("quantize_token", defines).emulate(ctypes.c_char_p(params), rows, 1, 32 * plan.warps)
     if residual is not None:
@@ -145,7 +156,7 @@ SHAPES = [  # rows, channels, multiprocessors
 def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     for i, mix in enumerate(MIXES):
         for gathered in (True, False):
-            how = {"gathered": gathered, "hadamard": i != 2 or gathered, "units": i % 2 == 0}
+            how = {"gathered": gathered, "hadamard": i != 2 or gathered}
             x, arguments = problem(rows, channels, torch.bfloat16, mix, **how)
             got = emulate(build, x, arguments, sms=sms)
             assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
@@ -155,7 +166,7 @@ def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: i
 @pytest.mark.parametrize(("rows", "channels"), [(9, 1152), pytest.param(3, 577, marks=pytest.mark.slow)])
 def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     for mix in ("mixed", "half"):
-        x, arguments = problem(rows, channels, torch.float16, mix, gathered=mix == "mixed", hadamard=True, units=True)
+        x, arguments = problem(rows, channels, torch.float16, mix, gathered=mix == "mixed", hadamard=True)
         gate_up = exact_silu(x.clamp(-900, 900))
         got = emulate(build, gate_up, arguments, "silu_mul")
         assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1])

@@ -6,12 +6,12 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.quantize_token_ref import TokenOperand
 
-MIXES = {"int4": 0.0, "mixed": 0.2, "half": 0.5, "int8": 1.0}  # share of INT8 blocks; "half": in any order
-Arguments = tuple[Tensor | None, Tensor, Tensor, bool, Tensor | None]  # perm, bits, clip, hadamard, unit
+MIXES = {"int4": 0.0, "mixed": 0.2, "half": 0.5, "int8": 1.0}  # share of INT8 blocks
+Arguments = tuple[Tensor | None, int, Tensor, bool]  # perm, int8_blocks, clip, hadamard
 
 
 def problem(
-    rows: int, channels: int, dtype: torch.dtype, mix: str, *, gathered: bool, hadamard: bool, units: bool
+    rows: int, channels: int, dtype: torch.dtype, mix: str, *, gathered: bool, hadamard: bool
 ) -> tuple[Tensor, Arguments]:
     """x with outlier channels, blocks of very different size, and rows that are zero, tiny, huge or part zero."""
     generator = torch.Generator().manual_seed(rows + channels)
@@ -27,15 +27,10 @@ def problem(
         x[5, : channels // 2] = 0
         x[5, -1] = 0.01
     x = x.clamp(-(2.0**120), 2.0**120) if dtype == torch.bfloat16 else x.clamp(-6e4, 6e4)
-    bits = torch.full((blocks,), 4, dtype=torch.uint8)
-    bits[: round(MIXES[mix] * blocks)] = 8
-    if mix == "half":
-        bits = bits[torch.randperm(blocks, generator=generator)]
     clip = torch.where(torch.arange(blocks) % 3 == 0, 1.0, 0.4 + 0.6 * torch.rand(blocks, generator=generator))
     clip[-1] = 0.02 if mix == "half" else clip[-1]
-    unit = torch.exp2(torch.randn(blocks, generator=generator)).clamp(0.2, 5) if units else None
     perm = torch.randperm(channels, generator=generator).to(torch.int32) if gathered else None
-    return x.to(dtype), (perm, bits, clip, hadamard, unit)
+    return x.to(dtype), (perm, round(MIXES[mix] * blocks), clip, hadamard)
 
 
 def exact_norm(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,33 +48,27 @@ def exact_silu(x: Tensor) -> Tensor:
 
 
 def on_gpu(arguments: Arguments) -> Arguments:
-    perm, bits, clip, hadamard, unit = arguments
-    return (
-        None if perm is None else perm.cuda(),
-        bits.cuda(),
-        clip.cuda(),
-        hadamard,
-        None if unit is None else unit.cuda(),
-    )
+    perm, int8_blocks, clip, hadamard = arguments
+    return None if perm is None else perm.cuda(), int8_blocks, clip.cuda(), hadamard
 
 
 def untile(operand: TokenOperand, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes as int8 [M, NB, 128], multiples int32 [M, NB], S float32 [M]."""
+    """Bytes as int8 [M, NB, 128], words int32 [M, INT8 blocks or 1], S float32 [M]."""
     codes, multiples, scale = operand
     blocks, atoms, _ = codes.shape
     token, channel = torch.meshgrid(torch.arange(8), torch.arange(BLOCK), indexing="ij")
     at = (token * BLOCK + ((channel // 16) ^ token) * 16 + channel % 16).flatten().to(codes.device)
     natural = codes[:, :, at].view(blocks, atoms * 8, BLOCK)[:, :rows].transpose(0, 1).contiguous()
-    return natural.view(torch.int8), multiples.view(blocks, atoms * 8)[:, :rows].T.contiguous(), scale[:rows]
+    return natural.view(torch.int8), multiples.view(-1, atoms * 8)[:, :rows].T.contiguous(), scale[:rows]
 
 
-def equal(got: TokenOperand, wanted: TokenOperand, rows: int, bits: Tensor) -> bool:
-    """Whether all that the layout promises is the same; padding tokens need a finite scale only."""
-    (bytes_, multiples, scale), (wanted_bytes, wanted_multiples, wanted_scale) = untile(got, rows), untile(wanted, rows)
-    eights = bits != 4
+def equal(got: TokenOperand, wanted: TokenOperand, rows: int, int8_blocks: int) -> bool:
+    """Whether all that the layout promises is the same."""
+    (bytes_, words, scale), (wanted_bytes, wanted_words, wanted_scale) = untile(got, rows), untile(wanted, rows)
+    padding = got[1].flatten(1)[:int8_blocks, rows:]
     return (
         torch.equal(scale, wanted_scale)
-        and torch.equal(multiples[:, eights], wanted_multiples[:, eights])
+        and torch.equal(words[:, :int8_blocks], wanted_words[:, :int8_blocks])
         and torch.equal(bytes_, wanted_bytes)
-        and bool(got[2].isfinite().all())
+        and bool((padding == 0).all() and got[2].isfinite().all())
     )

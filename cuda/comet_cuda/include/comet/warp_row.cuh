@@ -25,9 +25,9 @@ struct Block {
   bool is_int4;
   float clip;
   int4 index; // of this lane's four channels
-  __device__ __forceinline__ void load(const Params& p, int block, int lane) {
+  __device__ __forceinline__ void load(const Params& p, int block, int lane, bool four_bits) {
     block = min(block, p.NB - 1);
-    is_int4 = p.bits[block] == 4;
+    is_int4 = four_bits;
     clip = p.clip[block];
     const int c = block * kBlock + 4 * lane;
     index = {c, c + 1, c + 2, c + 3};

@@ -1,0 +1,81 @@
+// The scale of a token, of which the scales of all its blocks are integer multiples (quantize_token_ref.py has the rules).
+//
+// Every block leaves its ratio, the scale it would choose alone, in shared memory; after a barrier every warp finds the
+// token's scale from all of them: the same additions in the same order, so all agree and no second barrier is needed.
+// INT8 blocks come first, in groups of 1, 2, 4, 8, ... Each takes the largest ratio of the INT8 blocks from its group on,
+// so that multiples do not grow; the warps write these maxima over the ratios, whatever other warps have read or written
+// there: maxima from the beginning of a group on stay what they are.
+#pragma once
+
+#include "comet/quantize_scale.cuh"
+
+namespace comet {
+
+struct TokenParams : Params {
+  int* multiples; // [max(int8_blocks, 1), A, 8]
+  int int8_blocks;
+};
+
+constexpr float kPerInt4 = 1.f / 18.f, kPerInt8 = 1.f / 250.f; // of the largest INT4 ratio; of the INT8 blocks' sum
+constexpr float kMostOfInt4 = 18.f;
+constexpr uint32_t kDroppedBits = 0xFFF; // a scale keeps 12 significant bits
+
+// The first INT8 block of the group of block b: 0, 1, 1, 3, 3, 3, 3, 7, ...
+__device__ __forceinline__ int begin_of_group(int b) { return int(0x80000000u >> __clz(b + 1)) - 1; }
+
+struct TokenScale {
+  float scale, reciprocal;
+
+  // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps.
+  __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane) {
+    uint32_t top = 0; // non-negative floats are ordered as integers
+    for (int b = eights + lane; b < blocks; b += 32) top = max(top, __float_as_uint(ratios[b]));
+    top = __reduce_max_sync(kWarp, top);
+    float sum = 0.f;
+    if (eights > 0) {
+      uint32_t border = 0; // the largest from the last block 31, 63, 127, ... on, where groups begin
+      for (int first = 0; first < eights; first += 32) {
+        const int b = first + lane, begin = begin_of_group(b);
+        uint32_t largest = b < eights ? __float_as_uint(ratios[b]) : 0u, later = 0;
+        for (int j = b + 32; j < eights; j += 32) later = max(later, __float_as_uint(ratios[j]));
+        if (first + 32 < eights) largest = max(largest, __reduce_max_sync(kWarp, later));
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) largest = max(largest, __shfl_down_sync(kWarp, largest, d)); // or a lane's own
+        const uint32_t inside = __shfl_sync(kWarp, largest, begin % 32), last = __shfl_sync(kWarp, largest, 31);
+        const float shared_by_group = __uint_as_float(begin >= first ? inside : border);
+        if (begin_of_group(first + 31) >= first) border = last;
+        if (b < eights) {
+          ratios[b] = shared_by_group;
+          sum = __fadd_rn(sum, shared_by_group);
+        }
+      }
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, d));
+      __syncwarp(); // the maxima that this warp reads are there
+    }
+    const float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
+    const float rounded_up = __uint_as_float((__float_as_uint(least) + kDroppedBits) & ~kDroppedBits);
+    scale = least > 0.f ? fmaxf(rounded_up, kTiny) : 1.f;
+    reciprocal = reciprocal_of(scale <= kHuge ? scale : 1.f);
+  }
+
+  // A ratio over the scale. Far below 1 the quotient may be off (codes.cuh), but counts as 1 anyway.
+  __device__ __forceinline__ float over(float ratio) const {
+    return scale <= kHuge ? divide(ratio, scale, reciprocal) : __fdiv_rn(ratio, scale);
+  }
+  // Multiple of an INT4 block.
+  __device__ __forceinline__ float multiple(float ratio) const {
+    return fmaxf(__fsub_rn(__fadd_rn(fminf(over(ratio), kMostOfInt4), kRound), kRound), 1.f);
+  }
+  // An INT8 block's multiple is 2^e.
+  __device__ __forceinline__ int exponent(float largest) const {
+    return min(max((__float_as_int(over(largest)) + 0x7FFFFF >> 23) - 127, 0), 31);
+  }
+};
+
+// What the GEMM reads of INT8 block b: e, and by how much that of the next INT8 block is less (the INT4 blocks have 0).
+__device__ __forceinline__ int exponent_word(const TokenScale& token, const float* ratios, int b, int eights, int e) {
+  return e | (e - (b + 1 < eights ? token.exponent(ratios[b + 1]) : 0)) << 8;
+}
+
+} // namespace comet
