@@ -75,7 +75,7 @@ def inspect_packed(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         "tensors": len(sizes),
         "sha256": hashlib.sha256(listing.encode()).hexdigest(),
         "verified": verify,
-        "layers": _layers(linears, sizes),
+        "layers": _layers(linears, sizes, {check["layer"]: check for check in manifest.checks}),
         "linears": linears,
         "paths": _paths(manifest, block_bits),
     }
@@ -149,8 +149,10 @@ def _linear(
     }
 
 
-def _layers(linears: list[dict[str, Any]], sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """One row per decoder layer: the linears whose names share a number."""
+def _layers(
+    linears: list[dict[str, Any]], sizes: dict[str, int], checks: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """One row per decoder layer: the linears whose names share a number, and what packing found of the layer."""
     rows: dict[str, dict[str, Any]] = {}
     for one in linears:
         found = re.match(r"(.*?\.\d+)\.", one["linear"])
@@ -167,6 +169,7 @@ def _layers(linears: list[dict[str, Any]], sizes: dict[str, int]) -> list[dict[s
             row["worst"] = one["linear"].removeprefix(f"{found[1]}.")
     for name, row in rows.items():
         row["bytes"] = sum(size for tensor, size in sizes.items() if tensor.startswith(f"{name}."))
+        row |= {key: checks.get(name, {}).get(key) for key in ("cosine", "error")}
     return sorted(rows.values(), key=lambda row: int(row["layer"].rpartition(".")[2]))
 
 

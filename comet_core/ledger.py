@@ -57,6 +57,7 @@ class Ledger:
 
     entries: dict[str, LinearEntry] = field(default_factory=dict)
     notes: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
     sha256: dict[str, str] = field(default_factory=dict)
     weight_map: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)  # bytes
@@ -65,6 +66,7 @@ class Ledger:
         """Keep what the manifest needs of a finished shard."""
         self.entries |= {name: LinearEntry(**entry) for name, entry in notes["linears"].items()}
         self.notes += notes["layers"]
+        self.checks += notes.get("checks", [])
         self.sha256 |= {name: tensor_sha256(tensor) for name, tensor in tensors.items()}
         self.weight_map |= dict.fromkeys(tensors, shard.name)
         self.sizes |= {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -80,6 +82,7 @@ class Ledger:
             linears=self.entries,
             embedding_bits=recipe.embedding_bits,
             layers=self.notes,
+            checks=self.checks,
             sha256=self.sha256,
         )
         _copy_tokenizer(source.folder, out)
@@ -116,7 +119,7 @@ class Ledger:
                 for note in self.notes
                 if note.get("method") == "rtn" and "gptq" in note["relative_output_error"]
             ),
-            warnings=tuple(_warnings(self.notes)),
+            warnings=(*_warnings(self.notes), *_layer_warnings(self.checks)),
         )
 
 
@@ -130,6 +133,10 @@ def _warnings(notes: list[dict[str, Any]]) -> list[str]:
         else:
             lines.append(f"{note['linear']}: {note['warning']}")
     return lines + [f"{where}: {text}" for text, names in experts.items() for where in list_experts(names)]
+
+
+def _layer_warnings(checks: list[dict[str, Any]]) -> list[str]:
+    return [f"{check['layer']}: {check['warning']}" for check in checks if "warning" in check]
 
 
 def _copy_tokenizer(folder: Path | None, out: Path) -> None:

@@ -136,7 +136,7 @@ def replace_linear(
 ) -> W4AxLinear:
     """Put a W4AxLinear with these tensors in place of the linear `name` (dotted) of `parent`."""
     old = parent.get_submodule(name)
-    assert isinstance(old, nn.Linear)
+    assert isinstance(old, nn.Linear | W4AxLinear)
     owner, _, leaf = name.rpartition(".")
     new = W4AxLinear(old.in_features, old.out_features, tensors, hadamard, share)
     setattr(parent.get_submodule(owner), leaf, new)

@@ -41,7 +41,8 @@ def pack(
 
     Args:
         source: the model that was calibrated. calibration: folder that `calibrate` wrote.
-        recipe: None takes the calibration's; another one may differ in weights, kv_cache, embedding and lm_head only.
+        recipe: None takes the calibration's; another one may differ in weights, kv_cache, tuning, checks, embedding and
+            lm_head only.
         out: folder to write. device, dtype: "auto" or torch names. progress: told about every step.
         limit_share: as in `calibrate`.
 
@@ -76,6 +77,7 @@ def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
         weights=found.recipe.weights,
         kv_cache=found.recipe.kv_cache,
         tuning=found.recipe.tuning,
+        checks=found.recipe.checks,
         embedding_bits=found.recipe.embedding_bits,
         lm_head_bits=found.recipe.lm_head_bits,
     )

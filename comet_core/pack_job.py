@@ -22,6 +22,7 @@ from comet_core.calibration import Calibration, GroupPlan
 from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows, put_tensor, stored_buffers
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.kv_cache import attention_name, sixteen_name
+from comet_core.layer_check import Probe, check_reloaded, layer_note
 from comet_core.ledger import Ledger, PackedInfo
 from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
 from comet_core.model_source import ModelSource
@@ -45,13 +46,11 @@ from comet_core.whole_files import cannot_write, write_text
 from comet_core.windows import OutputMemo, Sixteen, Windows, memo_bytes, sixteen_layer
 from comet_cuda.errors import CometError
 
-ERROR_LIMIT = 0.5  # of a linear's output energy; rounding to 4 bit costs a few hundredths
 
-
-def judged(note: dict[str, Any]) -> dict[str, Any]:
-    """The note of a packed linear, with a warning if its error says that something is wrong with it."""
+def judged(note: dict[str, Any], limit: float) -> dict[str, Any]:
+    """The note of a packed linear, with a warning if its error (of its output's energy) is over the recipe's limit."""
     error = note["relative_output_error"].get(note["method"])
-    if error is None or error <= ERROR_LIMIT or "warning" in note:  # NaN is not below
+    if error is None or error <= limit or "warning" in note:  # NaN is not below
         return note
     return note | {"warning": f"its output error is {error:.0%} of the output's energy; `skip` keeps it in 16 bit"}
 
@@ -90,6 +89,7 @@ class PackJob:
             spill_folder=self.out,
         )
         calls = embed_windows(self.decoder, tokens, hidden)
+        probe = Probe(self.decoder, tokens)
         names = self._quantized_names()
         hidden16 = None
         if any(needs_sixteen(self.recipe.for_linear(name).weights) for name in names):
@@ -100,13 +100,12 @@ class PackJob:
         for item in self.calibration.groups:
             by_layer.setdefault(item.layer, []).append(item)
         last_missing = max((i for i in range(self.count - 1) if not self.shard(i).exists()), default=-1)
-        if not any(needs_windows(self.recipe.for_linear(name).weights) for name in names):
-            last_missing = -1  # the windows need not pass through any layer
+        follow = any(needs_windows(self.recipe.for_linear(name).weights) for name in names)
         with self.progress.task("pack", self.count) as task:
             for index in range(self.count - 1):
                 layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
                 memo = partial(OutputMemo, int(memo_bytes(self.decoder.device) * self.limit_share))
-                needed = index <= last_missing
+                needed = index <= last_missing  # by layers that come later
                 sixteen = None
                 if not self.shard(index).exists() or (needed and hidden16 is not None):
                     self._fold(self.decoder.load_layer(index), by_layer[index])
@@ -118,8 +117,10 @@ class PackJob:
                 if self.shard(index).exists():
                     layer = self._reload_layer(index, needed=needed)
                 else:
-                    layer = self._pack_layer(index, by_layer[index], windows)
-                if index < self.count - 2 and needed:  # nobody reads what leaves the last layer
+                    layer = self._pack_layer(index, by_layer[index], windows, probe)
+                if needed:
+                    probe.advance(layer, index)
+                if index < self.count - 2 and needed and follow:  # nobody reads what leaves the last layer
                     for start, stop in hidden.ranges():
                         hidden.write(start, stop, windows.run(layer, start, stop))
                         if sixteen is not None:
@@ -225,13 +226,16 @@ class PackJob:
         self.ledger.record(self.shard(index), tensors, notes)
         layer = self.decoder.layers[index]
         if needed:
-            prefix = f"{self.decoder.layer_prefix}.{index}"
-            entries = self.ledger.entries
-            names = [name for name in entries if name.startswith(f"{prefix}.")]
-            put_linears(layer, prefix, split_linear_tensors(tensors, names), entries)
-            self._put_sixteen(layer, f"{prefix}.", tensors)
-            layer.to(self.decoder.device)
+            self._put_packed(layer, f"{self.decoder.layer_prefix}.{index}", tensors)
         return layer
+
+    def _put_packed(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:
+        """Let the layer called `prefix` be what a shard of the ledger says, after checking its tensors."""
+        entries = self.ledger.entries
+        names = [name for name in entries if name.startswith(f"{prefix}.")]
+        put_linears(layer, prefix, split_linear_tensors(tensors, names), entries)
+        self._put_sixteen(layer, f"{prefix}.", tensors)
+        layer.to(self.decoder.device)
 
     def _fold(self, layer: nn.Module, groups: Sequence[GroupPlan]) -> None:
         """Move permutations into the producers' rows; the layer stays the same function."""
@@ -246,10 +250,11 @@ class PackJob:
                 for name in item.group.names:
                     linears[name].weight = nn.Parameter(linears[name].weight[:, order], requires_grad=False)
 
-    def _pack_layer(self, index: int, groups: Sequence[GroupPlan], windows: Windows) -> nn.Module:
-        """Quantize layer `index`, loaded and folded, group by group, write its shard, return it packed."""
+    def _pack_layer(self, index: int, groups: Sequence[GroupPlan], windows: Windows, probe: Probe) -> nn.Module:
+        """Quantize layer `index`, loaded and folded, group by group, write its shard, return it as read back."""
         prefix = f"{self.decoder.layer_prefix}.{index}"
         layer = self.decoder.layers[index]
+        before = probe.added(sixteen_layer(layer, sixteen_name(self.source.config)), index)
         linears = layer_linears(layer)
         packed = {name for item in groups for name in item.quantized}
         kept = {name: p for name, p in layer.named_parameters() if name.rpartition(".")[0] not in packed}
@@ -264,7 +269,8 @@ class PackJob:
             plan = self._device_plan(item)
             for names, spec in self._by_spec(prefix, item):
                 quantized, found = quantize_group(layer, names, plan, spec, windows)
-                notes += [judged(note | {"linear": f"{prefix}.{note['linear']}"}) for note in found]
+                named = (note | {"linear": f"{prefix}.{note['linear']}"} for note in found)
+                notes += [judged(note, self.recipe.checks.error) for note in named]
                 for name, weight in quantized.items():
                     linear = linears.pop(name)  # its 16-bit weight is not needed any more
                     leaves = linear_tensors(weight, plan, linear.bias, folded=item.folded)
@@ -282,9 +288,13 @@ class PackJob:
                     tensors |= {f"{prefix}.{name}.{leaf}": value for leaf, value in leaves.items()}
                     replace_linear(layer, name, leaves, plan.hadamard, plan.share)
         tensors |= {f"{prefix}.{name}": tensor for name, tensor in rounded.items()}
-        shard_notes = {"linears": entries, "layers": notes}
-        write_checked_shard(self.shard(index), tensors, shard_notes)
+        check = layer_note(prefix, probe.added(layer, index), before, self.recipe.checks)
+        shard_notes = {"linears": entries, "layers": notes, "checks": [check]}
+        stored = write_checked_shard(self.shard(index), tensors, shard_notes)
         self.ledger.record(self.shard(index), tensors, shard_notes)
+        del tensors
+        self._put_packed(layer, prefix, stored)
+        check_reloaded(check, probe.added(layer, index), before)
         return layer
 
     def _put_sixteen(self, layer: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None:

@@ -63,6 +63,7 @@ class Manifest:
     linears: dict[str, LinearEntry]
     embedding_bits: int
     layers: list[dict[str, Any]]  # per linear: method, error, damping
+    checks: list[dict[str, Any]]  # per layer: cosine and error beside the 16-bit layer; empty if packed without
     sha256: dict[str, str]
 
 
@@ -109,6 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
             linears={name: _entry(name, entry) for name, entry in content["linears"].items()},
             embedding_bits={8: 8, 16: 16}[content["embedding_bits"]],
             layers=[_note(note) for note in content["layers"]],
+            checks=[_check(note) for note in content.get("checks", [])],
             sha256={name: str(digest) for name, digest in content["sha256"].items()},
         )
     except CometError as error:  # of the recipe or the version, which know no file
@@ -136,6 +138,13 @@ def _note(note: dict[str, Any]) -> dict[str, Any]:
         isinstance(error, int | float) for error in errors.values()
     ):
         raise ValueError(f"layers: {note}")
+    return dict(note)
+
+
+def _check(note: dict[str, Any]) -> dict[str, Any]:
+    """What packing noted of one layer: its name, cosine and error."""
+    if not isinstance(note["layer"], str) or not all(isinstance(note[key], int | float) for key in ("cosine", "error")):
+        raise ValueError(f"checks: {note}")
     return dict(note)
 
 
@@ -218,13 +227,13 @@ def put_linears(
         replace_linear(parent, inside, leaves, entry.hadamard, entry.share)
 
 
-def linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear:
+def linear_of(parent: nn.Module, inside: str, name: str) -> nn.Linear | W4AxLinear:
     """The linear called `inside` in `parent`; `name` is its full name, for the error."""
     try:
         found = parent.get_submodule(inside)
     except AttributeError:
         found = None
-    if not isinstance(found, nn.Linear):
+    if not isinstance(found, nn.Linear | W4AxLinear):
         raise CometError(f"{name}: is in the manifest, but the model of config.json has no such linear", DAMAGED)
     return found
 

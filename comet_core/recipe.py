@@ -22,6 +22,7 @@ from comet_core.recipe_rules import (
     nearest_hint,
     number,
     one_of,
+    parse_yaml,
     patterns,
     text,
     whole,
@@ -139,6 +140,17 @@ class TuningSpec:
 
 
 @dataclass(frozen=True)
+class ChecksSpec:
+    """Beyond which packing warns. No value changes a packed weight."""
+
+    error: float = number(0.5, 0, 1_000_000, open_low=True)  # of a linear's or layer's output energy
+    cosine: float = number(0.9, -1, 1)  # of a layer's output to the 16-bit one, mean over tokens
+
+    def __post_init__(self) -> None:
+        check_fields(self, "checks")
+
+
+@dataclass(frozen=True)
 class _BitsSpec:
     bits: int = one_of(16, 8)
 
@@ -188,6 +200,7 @@ class Recipe:
     blocks: BlockSpec = BlockSpec()
     kv_cache: KVCacheSpec = KVCacheSpec()
     tuning: TuningSpec = TuningSpec()
+    checks: ChecksSpec = ChecksSpec()
     embedding_bits: int = one_of(16, 8)
     lm_head_bits: int = one_of(16, 8)
     skip: tuple[str, ...] = patterns()
@@ -236,6 +249,7 @@ _SECTIONS: dict[str, type[Any]] = {
     **LINEAR_SECTIONS,
     "kv_cache": KVCacheSpec,
     "tuning": TuningSpec,
+    "checks": ChecksSpec,
 }
 _BITS_SECTIONS = ("embedding", "lm_head")
 _TOP_KEYS = ("name", "description", *_SECTIONS, *_BITS_SECTIONS, "skip", "overrides")
@@ -309,8 +323,12 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def digest(recipe: Recipe) -> str:
-    """First 16 hex digits of the sha256 over the recipe's canonical JSON: equal recipes, equal digests."""
-    canonical = json.dumps(recipe_to_dict(recipe), sort_keys=True, separators=(",", ":"))
+    """First 16 hex digits of the sha256 over the recipe's canonical JSON: equal recipes, equal digests. Limits at their
+    defaults are left out: they change no weight, and recipes from before there were any keep their digests."""
+    plain = recipe_to_dict(recipe)
+    if recipe.checks == ChecksSpec():
+        del plain["checks"]
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -369,30 +387,9 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         raise CometError(
             f"cannot read the recipe {path}: {error}", "Check the path and that it is a text file."
         ) from None
-    parsed = _parse_yaml(content, path)
+    parsed = parse_yaml(content, path)
     parsed = {} if parsed is None else parsed  # an empty file: all defaults
     try:
         return recipe_from_dict({"name": path.stem, **parsed} if isinstance(parsed, dict) else parsed)
     except CometError as error:
         raise CometError(f"{path}: {error.message}", error.hint) from None
-
-
-def _parse_yaml(content: str, path: Path) -> Any:
-    """Safe YAML in which a key given twice is an error, not a silent choice of the last one."""
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        problem=f"key {key.value} twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(content, UniqueKeyLoader)  # a SafeLoader: builds plain values only
-    except yaml.YAMLError as error:
-        raise CometError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None

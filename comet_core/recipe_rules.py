@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from comet_cuda.errors import CometError
@@ -122,3 +123,24 @@ def nearest_hint(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return (f"Did you mean {near[0]}? " if near else "") + "Known: " + ", ".join(names) + "."
+
+
+def parse_yaml(content: str, path: Path) -> Any:
+    """Safe YAML in which a key given twice is an error, not a silent choice of the last one."""
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"key {key.value} twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(content, UniqueKeyLoader)  # a SafeLoader: builds plain values only
+    except yaml.YAMLError as error:
+        raise CometError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "Correct the file.") from None

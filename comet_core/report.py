@@ -74,6 +74,7 @@ def write_report(run: Path, out: Path, records: Sequence[Record], tables: Path |
         _zero_shot(mine),
         _serving(mine),
         _sizes(found),
+        _whole_layers(found),
         _layers(found),
         _provenance(found, mine),
     ]
@@ -187,6 +188,17 @@ def _sizes(found: dict[str, Any]) -> Table:
         ["embedding, norms, head", _size(other), _size(other) if found["embedding_bits"] == 16 else ""],
     ]
     return Table("memory", "Memory of the weights", ["part", "packed", "16 bit"], rows)
+
+
+def _whole_layers(found: dict[str, Any]) -> Table:
+    """What packing found of each layer, read back, beside the 16-bit one; nothing where it did not look."""
+    rows = [
+        [row["layer"], f"{row['cosine']:.4f}", f"{row['error']:.2e}", f"{row['worst_error']:.2e} {row['worst']}"]
+        for row in found["layers"]
+        if row["cosine"] is not None
+    ]
+    head = ["layer", "cosine to 16 bit", "relative error", "largest error of a linear"]
+    return Table("layers", "Every layer beside its 16-bit original", head, rows)
 
 
 def _layers(found: dict[str, Any]) -> Table:

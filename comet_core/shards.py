@@ -50,8 +50,9 @@ def write_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -
         _write_safetensors(file, tensors, {"comet": json.dumps(notes, sort_keys=True), "format": "pt"})
 
 
-def write_checked_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-    """`write_shard`, then the file read back and compared: a disk that lies is found now, not by the model's users."""
+def write_checked_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> dict[str, Tensor]:
+    """`write_shard`, then the file read back and compared: a disk that lies is found now, not by the model's users.
+    Returns what was read."""
     write_shard(path, tensors, notes)
     found, _ = read_shard(path)
     wrong = sorted(name for name in tensors if name not in found or not torch.equal(found[name], tensors[name].cpu()))
@@ -60,6 +61,7 @@ def write_checked_shard(path: Path, tensors: dict[str, Tensor], notes: dict[str,
         raise CometError(
             f"{path}: {wrong[0]} is not what was written", "the disk or the memory is failing; choose another --out"
         )
+    return found
 
 
 def _write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

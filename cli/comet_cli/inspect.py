@@ -64,6 +64,7 @@ def layer_rows(found: dict[str, Any]) -> list[dict[str, str]]:
             "INT8 blocks": str(row["int8_blocks"]),
             "rounded to nearest": str(row["rtn"]),
             "largest weight error": f"{row['worst_error']:.2e} {row['worst']}",
+            "cosine to 16 bit": "" if row["cosine"] is None else f"{row['cosine']:.4f}",
             "size": console.human_bytes(row["bytes"]),
         }
         for row in found["layers"]

@@ -261,10 +261,10 @@ def test_a_linear_that_lost_its_outputs_is_named() -> None:
     from comet_core.pack_job import judged
 
     note = {"linear": "up_proj", "method": "gptq", "relative_output_error": {"rtn": 0.1, "gptq": 0.6}}
-    assert "60%" in judged(note)["warning"]
+    assert "60%" in judged(note, 0.5)["warning"] and "warning" not in judged(note, 0.7)
     for fine in ({"rtn": 0.9, "gptq": 0.4}, {}):
-        assert "warning" not in judged(note | {"relative_output_error": fine})
-    assert "warning" in judged(note | {"relative_output_error": {"gptq": float("nan")}})
+        assert "warning" not in judged(note | {"relative_output_error": fine}, 0.5)
+    assert "warning" in judged(note | {"relative_output_error": {"gptq": float("nan")}}, 0.5)
 
 
 @pytest.mark.parametrize("written", [0, 2, 6])
