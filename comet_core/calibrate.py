@@ -6,6 +6,7 @@ hidden states are in memory at a time. When all layers have been measured, the b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from comet_core.corpus import calibration_windows, load_corpus, random_windows
 from comet_core.decoder import PROBE_TOKENS, Call, Decoder, LinearGroup, layer_linears, linear_groups, run_layer
 from comet_core.experts import list_experts
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
+from comet_core.lanes import Copies, Lanes, calls_by_lane
 from comet_core.model_source import ModelSource
 from comet_core.observe import SAMPLE_TOKENS, ChannelStats, observe
 from comet_core.outliers import outlier_channels, report_outliers
@@ -101,6 +103,7 @@ def calibrate(
     dtype: str = "auto",
     progress: Progress,
     limit_share: float = 1.0,
+    lanes: Lanes | None = None,
 ) -> Calibration:
     """Calibrate and write the artifact to `out`.
 
@@ -109,6 +112,7 @@ def calibrate(
         out: folder, made if missing; an artifact that is there is replaced at the end.
         device, dtype: "auto" or torch names. progress: told about every step.
         limit_share: of the limits on memory; a rehearsal with a part of the windows takes the same part of them.
+        lanes: devices that share the windows, the first being `device`; None: all GPUs if `device` is no single one.
 
     Errors:
         CometError for models, data or recipes that do not fit each other, before the long part where possible.
@@ -116,7 +120,7 @@ def calibrate(
     device, compute = resolve_compute(device, dtype)
     with claimed(out):
         writable_folder(out)
-        return _calibrate(source, recipe, out, device, compute, progress, limit_share)
+        return _calibrate(source, recipe, out, device, compute, progress, limit_share, lanes or Lanes.of(device))
 
 
 def _calibrate(
@@ -127,6 +131,7 @@ def _calibrate(
     compute: torch.dtype,
     progress: Progress,
     limit_share: float,
+    lanes: Lanes,
 ) -> Calibration:
     tokens, data = calibration_tokens(source, recipe)
     source = transformed(source, recipe.transform, tokens, device=device, dtype=compute, progress=progress)
@@ -136,11 +141,11 @@ def _calibrate(
     hidden = HiddenStates(
         (tokens.shape[0], tokens.shape[1], decoder.width),
         dtype=compute,
-        device=decoder.device,
+        device=lanes.devices,
         limit=int(DEFAULT_LIMIT * limit_share),
         spill_folder=out,
     )
-    calls = embed_windows(decoder, tokens, hidden)
+    calls = calls_by_lane(lanes, embed_windows(decoder, tokens, hidden))
     probe_hidden, probe_calls = decoder.first_hidden(probe), decoder.calls(probe)
     for _, module in decoder.non_layer_modules():
         decoder.unload(module)
@@ -151,15 +156,19 @@ def _calibrate(
             label = f"{decoder.layer_prefix}.{index}"
             layer = decoder.load_layer(index)
             groups = linear_groups(layer, probe_hidden, probe_calls[index], label)
-            with observe(layer, groups, keep) as stats:
-                for start, stop in hidden.ranges():
-                    states = run_layer(layer, hidden.read(start, stop), calls[stop - start][index])
-                    hidden.write(start, stop, states)
-                    task.advance()
+            copies = Copies(lanes, layer)
+            copies.refresh()
+            through = partial(_pass, copies, groups, keep, hidden, calls, index)
+            stats: dict[str, ChannelStats] = {}
+            for seen in lanes.map(through, hidden.ranges()):
+                for name, found in seen.items():
+                    found = found.to(decoder.device)
+                    stats[name] = stats[name].merge(found) if name in stats else found
+                task.advance()
             probe_hidden = run_layer(layer, probe_hidden, probe_calls[index])
             for group in groups:
-                seen = stats.get(group.names[0]) or ChannelStats.none(group.in_channels)
-                measured.append(_measure(index, label, group, seen, tokens.numel(), layer, recipe))
+                inputs = stats.get(group.names[0]) or ChannelStats.none(group.in_channels)
+                measured.append(_measure(index, label, group, inputs, tokens.numel(), layer, recipe))
             decoder.release_layer(index)
     _name_unreached(measured, decoder.layer_prefix, progress)
     calibration = Calibration(
@@ -173,6 +182,24 @@ def _calibrate(
     )
     save(calibration, out)
     return calibration
+
+
+def _pass(
+    copies: Copies,
+    groups: Sequence[LinearGroup],
+    keep: int,
+    hidden: HiddenStates,
+    calls: Sequence[dict[int, list[Call]]],
+    index: int,
+    span: tuple[int, int],
+) -> dict[str, ChannelStats]:
+    """Windows [start, stop) through layer `index`; what the groups' inputs were."""
+    start, stop = span
+    lane = hidden.lane(start)
+    with observe(copies.on(lane), groups, keep) as stats:
+        states = run_layer(copies.on(lane), hidden.read(start, stop), calls[lane][stop - start][index])
+    hidden.write(start, stop, states)
+    return stats
 
 
 @dataclass

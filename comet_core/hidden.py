@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,8 +20,9 @@ class HiddenStates:
 
     Args:
         shape: windows, tokens a window, channels.
-        dtype, device: of the values; a buffer over `limit` bytes lives in a nameless file of `spill_folder` instead,
-            and only the range that is read or written is in memory.
+        dtype: of the values. device: or several, on which the ranges live in turn.
+        limit: bytes; a larger buffer lives in a nameless file of `spill_folder` instead, and only the range that is
+            read or written is in memory.
     """
 
     def __init__(
@@ -28,26 +30,32 @@ class HiddenStates:
         shape: tuple[int, int, int],
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
         limit: int = DEFAULT_LIMIT,
         spill_folder: Path | None = None,
     ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.devices = (device,) if isinstance(device, torch.device) else tuple(device)
+        self.shape, self.dtype, self.device = shape, dtype, self.devices[0]
         self._limit, self._spill_folder = limit, spill_folder
         windows, length, width = shape
-        self.step = max(1, TOKENS_A_STEP.get(device.type, 4096) // length)
+        self.step = max(1, TOKENS_A_STEP.get(self.device.type, 4096) // length)
         self._window = length * width * dtype.itemsize  # bytes of one
         self.spilled = windows * self._window > limit
         if self.spilled:
             self._file = _reserved(windows * self._window, spill_folder)
+        elif len(self.devices) == 1:
+            self._values = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            self._values = torch.empty(shape, dtype=dtype, device=device)
+            self._parts = {
+                start: torch.empty(stop - start, length, width, dtype=dtype, device=self.devices[self.lane(start)])
+                for start, stop in self.ranges()
+            }
 
     def like(self, width: int) -> "HiddenStates":
         """A buffer for as many windows and tokens, of `width` channels."""
         shape = (self.shape[0], self.shape[1], width)
         folder = self._spill_folder
-        return HiddenStates(shape, dtype=self.dtype, device=self.device, limit=self._limit, spill_folder=folder)
+        return HiddenStates(shape, dtype=self.dtype, device=self.devices, limit=self._limit, spill_folder=folder)
 
     def copy(self) -> "HiddenStates":
         """Another buffer with the same values."""
@@ -61,10 +69,14 @@ class HiddenStates:
         windows = self.shape[0]
         return [(start, min(start + self.step, windows)) for start in range(0, windows, self.step)]
 
+    def lane(self, start: int) -> int:
+        """Which of the devices the range from window `start` lives on."""
+        return start // self.step % len(self.devices)
+
     def read(self, start: int, stop: int) -> Tensor:
-        """Hidden states [stop - start, length, D] on the device."""
+        """Hidden states [stop - start, length, D] on the device; on one of several if [start, stop) is a range."""
         if not self.spilled:
-            return self._values[start:stop]
+            return self._values[start:stop] if len(self.devices) == 1 else self._parts[start]
         values = torch.empty(min(stop, self.shape[0]) - start, *self.shape[1:], dtype=self.dtype)
         view, done = _bytes_of(values), 0
         while done < len(view):
@@ -72,12 +84,13 @@ class HiddenStates:
             if count == 0:
                 raise CometError("the file of hidden states became shorter", "start the same command again")
             done += count
-        return values.to(self.device)
+        return values.to(self.devices[self.lane(start)])
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
         """Replace the hidden states of windows [start, stop)."""
         if not self.spilled:
-            self._values[start:stop] = values.to(self.device)
+            into = self._values[start:stop] if len(self.devices) == 1 else self._parts[start]
+            into.copy_(values)
             return
         view, done = _bytes_of(values.to("cpu", self.dtype).contiguous()), 0
         while done < len(view):

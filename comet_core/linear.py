@@ -53,6 +53,9 @@ class W4AxLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_prepared": None}  # a copy may go to another device
+
     @property
     def inputs(self) -> ActivationFormat:
         """How the layer's input becomes codes."""

@@ -48,6 +48,13 @@ class Moments:
             if self.gap is not None and wanted is not None:
                 self.gap.addmm_(((wanted - seen) * root).T, scaled)
 
+    def merge(self, other: "Moments") -> None:
+        """Add the sums of other tokens, from any device."""
+        self.tokens += other.tokens
+        self.hessian += other.hessian.to(self.hessian.device)
+        if self.gap is not None and other.gap is not None:
+            self.gap += other.gap.to(self.gap.device)
+
     def rotate(self, plan: BlockPlan) -> None:
         """R H R^T with the plan's rotation R, for rows that were added unrotated: cheaper once on the sum than on every
         row. In place, on a CPU block by block."""

@@ -48,6 +48,12 @@ class ChannelStats:
         zeros = torch.zeros(channels)
         return cls(0, zeros, zeros.double(), torch.zeros(0, channels))
 
+    def to(self, device: torch.device) -> "ChannelStats":
+        """The same on a device."""
+        return ChannelStats(
+            self.tokens, self.absmax.to(device), self.weighted_square_sum.to(device), self.sample.to(device)
+        )
+
     def merge(self, other: "ChannelStats") -> "ChannelStats":
         """Statistics of both token sets together."""
         return ChannelStats(

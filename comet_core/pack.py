@@ -12,6 +12,7 @@ import torch
 from comet_core.calibrate import resolve_compute
 from comet_core.calibration import Calibration, load_calibration
 from comet_core.decoder import load_sixteen
+from comet_core.lanes import Lanes
 from comet_core.ledger import PackedInfo
 from comet_core.model_source import ModelSource
 from comet_core.pack_job import PackJob
@@ -36,6 +37,7 @@ def pack(
     dtype: str = "auto",
     progress: Progress,
     limit_share: float = 1.0,
+    lanes: Lanes | None = None,
 ) -> PackedInfo:
     """Quantize and write the model to `out`; the same call after a crash goes on.
 
@@ -44,7 +46,7 @@ def pack(
         recipe: None takes the calibration's; another one may differ in weights, kv_cache, tuning, checks, embedding and
             lm_head only.
         out: folder to write. device, dtype: "auto" or torch names. progress: told about every step.
-        limit_share: as in `calibrate`.
+        limit_share, lanes: as in `calibrate`.
 
     Errors:
         CometError if the parts do not belong together, the folder holds something else, or the disk is full.
@@ -63,7 +65,7 @@ def pack(
     with claimed(out):
         if recipe.tuning.epochs:
             return _pack_tuned(source, found, recipe, out, device, compute, progress)
-        return PackJob(source, found, recipe, out, device, compute, progress, limit_share).run()
+        return PackJob(source, found, recipe, out, device, compute, progress, limit_share, lanes).run()
 
 
 def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:

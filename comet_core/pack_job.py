@@ -10,7 +10,6 @@ is a function of bytes on disk, the result has the same bytes.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from comet_core.calibration import Calibration, GroupPlan
 from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows, put_tensor, stored_buffers
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.kv_cache import attention_name, sixteen_name
+from comet_core.lanes import Copies, Lanes, calls_by_lane
 from comet_core.layer_check import Probe, check_reloaded, layer_note
 from comet_core.ledger import Ledger, PackedInfo
 from comet_core.linear import eight_bit, linear_tensors, replace_linear, sixteen_bit, unquantized_input
@@ -68,9 +68,11 @@ class PackJob:
         dtype: torch.dtype,
         progress: Progress,
         limit_share: float = 1.0,
+        lanes: Lanes | None = None,
     ) -> None:
         self.source, self.calibration, self.recipe, self.out = source, calibration, recipe, out
         self.progress, self.limit_share = progress, limit_share
+        self.lanes = lanes or Lanes.of(device)
         attention = attention_name(recipe.kv_cache, source.config)
         self.decoder = Decoder(source, device=device, dtype=dtype, attention=attention)
         self.count = len(self.decoder.layers) + 1  # shards
@@ -84,11 +86,11 @@ class PackJob:
         hidden = HiddenStates(
             (tokens.shape[0], tokens.shape[1], self.decoder.width),
             dtype=self.decoder.dtype,
-            device=self.decoder.device,
+            device=self.lanes.devices,
             limit=int(DEFAULT_LIMIT * self.limit_share),
             spill_folder=self.out,
         )
-        calls = embed_windows(self.decoder, tokens, hidden)
+        calls = calls_by_lane(self.lanes, embed_windows(self.decoder, tokens, hidden))
         probe = Probe(self.decoder, tokens)
         names = self._quantized_names()
         hidden16 = None
@@ -103,17 +105,19 @@ class PackJob:
         follow = any(needs_windows(self.recipe.for_linear(name).weights) for name in names)
         with self.progress.task("pack", self.count) as task:
             for index in range(self.count - 1):
-                layer_calls = {size: all_calls[index] for size, all_calls in calls.items()}
-                memo = partial(OutputMemo, int(memo_bytes(self.decoder.device) * self.limit_share))
+                layer_calls = [{size: every[index] for size, every in sizes.items()} for sizes in calls]
                 needed = index <= last_missing  # by layers that come later
                 sixteen = None
                 if not self.shard(index).exists() or (needed and hidden16 is not None):
                     self._fold(self.decoder.load_layer(index), by_layer[index])
                 if needed and hidden16 is not None:
-                    sixteen = Sixteen(
-                        hidden16, sixteen_layer(self.decoder.layers[index], sixteen_name(self.source.config)), memo()
+                    twin = Copies(
+                        self.lanes, sixteen_layer(self.decoder.layers[index], sixteen_name(self.source.config))
                     )
-                windows = Windows(hidden, layer_calls, len(tokens), memo(), sixteen)
+                    twin.refresh()
+                    sixteen = Sixteen(hidden16, twin, self._memos())
+                copies = Copies(self.lanes, self.decoder.layers[index])
+                windows = Windows(self.lanes, copies, hidden, layer_calls, len(tokens), self._memos(), sixteen)
                 if self.shard(index).exists():
                     layer = self._reload_layer(index, needed=needed)
                 else:
@@ -121,11 +125,7 @@ class PackJob:
                 if needed:
                     probe.advance(layer, index)
                 if index < self.count - 2 and needed and follow:  # nobody reads what leaves the last layer
-                    for start, stop in hidden.ranges():
-                        hidden.write(start, stop, windows.run(layer, start, stop))
-                        if sixteen is not None:
-                            call = layer_calls[stop - start]
-                            sixteen.hidden.write(start, stop, sixteen.run(call, start, stop))
+                    windows.advance()
                 self.decoder.release_layer(index)
                 task.advance()
             if self.shard(self.count - 1).exists():
@@ -134,6 +134,10 @@ class PackJob:
                 self._pack_non_layers()
             task.advance()
         return self.ledger.finish(self.source, self.calibration, self.recipe, self.out)
+
+    def _memos(self) -> list[OutputMemo]:
+        """One a lane."""
+        return [OutputMemo(int(memo_bytes(device) * self.limit_share)) for device in self.lanes.devices]
 
     def is_done(self) -> bool:
         """Whether the folder holds the finished outcome of this very job, whatever its recipe is called."""
@@ -187,7 +191,7 @@ class PackJob:
             "shards": self.count,
             "dtype": str(self.decoder.dtype),
             "device": self.decoder.device.type,
-        }
+        } | ({"devices": len(self.lanes)} if len(self.lanes) > 1 else {})
         marker = self.out / STARTED
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -303,15 +307,8 @@ class PackJob:
             put_tensor(layer, name.removeprefix(prefix), tensor.to(self.decoder.device), self.decoder.dtype)
 
     def _device_plan(self, item: GroupPlan) -> BlockPlan:
-        device = self.decoder.device
-        perm = fold_permutation(item.plan.perm) if item.folded else item.plan.perm
-        return replace(
-            item.plan,
-            perm=perm.to(device),
-            block_bits=item.plan.block_bits.to(device),
-            clip=item.plan.clip.to(device),
-            unit=None if item.plan.unit is None else item.plan.unit.to(device),
-        )
+        plan = replace(item.plan, perm=fold_permutation(item.plan.perm)) if item.folded else item.plan
+        return plan.to(self.decoder.device)
 
     def _by_spec(self, prefix: str, item: GroupPlan) -> list[tuple[list[str], WeightSpec]]:
         """The group's linears, together where they are quantized alike (one GPTQ run then serves them all)."""

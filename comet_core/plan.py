@@ -8,7 +8,7 @@ layers' outputs most per multiply-add.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -42,6 +42,13 @@ class BlockPlan:
     hadamard: bool
     share: int = 1
     unit: Tensor | None = None
+
+    def to(self, device: torch.device) -> "BlockPlan":
+        """The same on a device."""
+        unit = None if self.unit is None else self.unit.to(device)
+        return replace(
+            self, perm=self.perm.to(device), block_bits=self.block_bits.to(device), clip=self.clip.to(device), unit=unit
+        )
 
 
 @dataclass(frozen=True)

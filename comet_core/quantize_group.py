@@ -38,7 +38,7 @@ def quantize_group(
     """
     linears = layer_linears(layer)
     if needs_windows(spec):
-        train, held_out = _moments(layer, names[0], plan, spec, windows)
+        train, held_out = _moments(names[0], plan, spec, windows)
     else:
         train, held_out = Moments(plan, "none", with_gap=False), None
     if not train.tokens:
@@ -100,9 +100,7 @@ def needs_sixteen(spec: WeightSpec) -> bool:
     return spec.method == "gptq" and spec.target == "sixteen" and spec.compensation > 0
 
 
-def _moments(
-    layer: nn.Module, name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows
-) -> tuple[Moments, Moments | None]:
+def _moments(name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows) -> tuple[Moments, Moments | None]:
     """Moments of a group's input: of the windows to fit, and of those held out to judge."""
     every = round(1 / spec.holdout) if spec.holdout and spec.method == "gptq" else 0
     every = every if 0 < every <= windows.count else 0
@@ -111,13 +109,20 @@ def _moments(
     with_gap = follow or (coded and spec.method == "gptq" and spec.target != "weights")
     seen_rows = quantized_rows if coded else exact_rows  # exact rows are rotated at the end, all at once
     wanted_rows = rotated_rows if coded else exact_rows
-    train = Moments(plan, spec.token_weighting, with_gap=with_gap)
-    held_out = Moments(plan, spec.token_weighting, with_gap=with_gap) if every else None
-    for rows in windows.rows(layer, name, every, follow=follow):
-        into = held_out if rows.held_out and held_out is not None else train
+    plans = [plan, *(plan.to(device) for device in windows.lanes.devices[1:])]
+    kinds = (False, True) if every else (False,)  # held out or not
+    sums = {held: [Moments(p, spec.token_weighting, with_gap=with_gap) for p in plans] for held in kinds}
+    for rows in windows.rows(name, every, follow=follow):
+        here = plans[rows.lane]
         times = torch.ones_like(rows.own[:, 0], dtype=torch.float32)
         times[rows.first] = spec.first_token
-        into.add(seen_rows(rows.own, plan), wanted_rows(rows.wanted, plan) if with_gap else None, times)
+        with windows.lanes.on(rows.lane):
+            seen, wanted = seen_rows(rows.own, here), wanted_rows(rows.wanted, here) if with_gap else None
+            sums[rows.held_out][rows.lane].add(seen, wanted, times)
+    for first, *others in sums.values():
+        for other in others:  # in the order of the lanes
+            first.merge(other)
+    train, held_out = sums[False][0], sums[True][0] if every else None
     for moments in (train, held_out):
         if moments is not None and not coded:
             moments.rotate(plan)

@@ -7,7 +7,7 @@ model would have sent them: the two kinds of row must belong together.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from comet_core.decoder import Call, StopForward, run_layer
 from comet_core.experts import expert_of
 from comet_core.hidden import HiddenStates
+from comet_core.lanes import Copies, Lanes
 from comet_core.linear import W4AxLinear
 
 MEMO_BYTES = 1 << 30  # of outputs remembered inside one layer, on a CPU
@@ -34,48 +35,83 @@ class Rows:
     wanted: Tensor
     first: Tensor  # bool [T], the first tokens of windows
     held_out: bool  # of windows that judge and do not fit
+    lane: int  # that they came through, and live on
 
 
 @dataclass(frozen=True)
 class Windows:
     """What enters this layer, and with which arguments it is called."""
 
+    lanes: Lanes
+    layer: Copies
     hidden: HiddenStates
-    calls: dict[int, Call]  # by number of windows a step
+    calls: Sequence[dict[int, Call]]  # by lane, then by number of windows a step
     count: int
-    outputs: "OutputMemo"
+    outputs: "Sequence[OutputMemo]"  # by lane
     sixteen: "Sixteen | None" = None
     _routed: "dict[str, _Routed]" = field(default_factory=dict)  # by name of the experts module
 
-    def run(self, layer: nn.Module, start: int, stop: int) -> Tensor:
+    def run(self, start: int, stop: int) -> Tensor:
         """Windows [start, stop) through the layer; linears that are packed already do not compute again."""
-        with self.outputs.reading(layer, start):
-            return run_layer(layer, self.hidden.read(start, stop), self.calls[stop - start])
+        lane = self.hidden.lane(start)
+        layer = self.layer.on(lane)
+        with self.outputs[lane].reading(layer, start):
+            return run_layer(layer, self.hidden.read(start, stop), self.calls[lane][stop - start])
 
-    def rows(self, layer: nn.Module, name: str, every: int, *, follow: bool) -> Iterator[Rows]:
-        """What enters the linear `name` of `layer`, some rows at a time; nothing for an expert that no token reaches.
+    def run_sixteen(self, start: int, stop: int) -> Tensor:
+        """The same through the unquantized layer, with what enters it in the unquantized model."""
+        assert self.sixteen is not None
+        lane = self.hidden.lane(start)
+        layer = self.sixteen.layer.on(lane)
+        with self.sixteen.outputs[lane].reading(layer, start, nn.Linear):
+            return run_layer(layer, self.sixteen.hidden.read(start, stop), self.calls[lane][stop - start])
+
+    def advance(self) -> None:
+        """Let all windows pass the layer: `hidden` is what enters the next one then."""
+
+        def move(span: tuple[int, int]) -> None:
+            self.hidden.write(*span, self.run(*span))
+            if self.sixteen is not None:
+                self.sixteen.hidden.write(*span, self.run_sixteen(*span))
+
+        self.layer.refresh()
+        for _ in self.lanes.map(move, self.hidden.ranges()):
+            pass
+
+    def rows(self, name: str, every: int, *, follow: bool) -> Iterator[Rows]:
+        """What enters the linear `name` of the layer, some rows at a time; nothing for an expert that no token reaches.
 
         Args:
             every: each so-manieth window is held out; 0: none. follow: `wanted` comes from the unquantized model.
         """
+        self.layer.refresh()
         sixteen = self.sixteen if follow else None
         if found := expert_of(name):
             stack, index = found
             if stack not in self._routed:
-                self._routed[stack] = _route(self, layer, stack)
-            yield from self._routed[stack].rows(layer, name, index, every, sixteen)
+                self._routed[stack] = _route(self, stack)
+            yield from self._routed[stack].rows(self, name, index, every, sixteen)
             return
-        for start, stop in self.hidden.ranges():
-            own = other = _input_of(layer, name, partial(self.run, layer, start, stop))
+
+        def inputs(span: tuple[int, int]) -> tuple[Tensor, Tensor]:
+            lane = self.hidden.lane(span[0])
+            own = other = _input_of(self.layer.on(lane), name, partial(self.run, *span))
             if sixteen is not None:
-                other = _input_of(sixteen.layer, name, partial(sixteen.run, self.calls[stop - start], start, stop))
+                other = _input_of(sixteen.layer.on(lane), name, partial(self.run_sixteen, *span))
+            return own, other
+
+        spans = self.hidden.ranges()
+        for (start, stop), (own, other) in zip(spans, self.lanes.map(inputs, spans), strict=True):
             own, other = (x.reshape(stop - start, -1, x.shape[-1]) for x in (own, other))  # some modules flatten
             judging = _judging(start, stop, every)
             for chosen, held_out in ((~judging, False), (judging, True)):
                 for part in chosen.nonzero().flatten().split(WINDOWS_A_SUM.get(own.device.type, 1)):
+                    if not len(part):  # of no window at all
+                        continue
                     x = own[part]
                     first = _first_tokens(x[..., 0]).flatten()
-                    yield Rows(x.flatten(0, -2), other[part].flatten(0, -2), first, held_out)
+                    lane = self.hidden.lane(start)
+                    yield Rows(x.flatten(0, -2), other[part].flatten(0, -2), first, held_out, lane)
 
 
 @dataclass(frozen=True)
@@ -91,20 +127,24 @@ class _Routed:
     sixteen: HiddenStates | None
     chosen: Tensor
 
-    def rows(self, layer: nn.Module, name: str, index: int, every: int, sixteen: "Sixteen | None") -> Iterator[Rows]:
-        """`Windows.rows` of a linear of expert `index`."""
+    def rows(self, windows: Windows, name: str, index: int, every: int, sixteen: "Sixteen | None") -> Iterator[Rows]:
+        """`Windows.rows` of a linear of expert `index`; a lane after the other, for an expert has few tokens."""
         owner, _, leaf = name.rpartition(".")
         for start, stop in self.hidden.ranges():
+            lane = self.hidden.lane(start)
             hits = (self.chosen[start:stop] == index).any(-1)  # bool [windows, length]
             judging = _judging(start, stop, every)[:, None]
             for chosen, held_out in ((hits & ~judging, False), (hits & judging, True)):
                 if not bool(chosen.any()):
                     continue
-                own = wanted = _expert_input(layer, owner, leaf, self.hidden.read(start, stop), chosen)
-                if sixteen is not None and self.sixteen is not None:
-                    states = self.sixteen.read(start, stop)
-                    wanted = _expert_input(sixteen.layer, owner, leaf, states, chosen)
-                yield Rows(own, wanted, _first_tokens(chosen)[chosen].to(own.device), held_out)
+                with windows.lanes.on(lane):
+                    own = wanted = _expert_input(
+                        windows.layer.on(lane), owner, leaf, self.hidden.read(start, stop), chosen
+                    )
+                    if sixteen is not None and self.sixteen is not None:
+                        states = self.sixteen.read(start, stop)
+                        wanted = _expert_input(sixteen.layer.on(lane), owner, leaf, states, chosen)
+                yield Rows(own, wanted, _first_tokens(chosen)[chosen].to(own.device), held_out, lane)
 
 
 def _expert_input(layer: nn.Module, owner: str, leaf: str, states: Tensor, chosen: Tensor) -> Tensor:
@@ -113,23 +153,26 @@ def _expert_input(layer: nn.Module, owner: str, leaf: str, states: Tensor, chose
     return _input_of(expert, leaf, partial(expert, states[chosen.to(states.device)]))
 
 
-def _route(windows: Windows, layer: nn.Module, stack: str) -> _Routed:
+def _route(windows: Windows, stack: str) -> _Routed:
     """Run all windows up to the experts module `stack`, in the unquantized model too if it is followed."""
     length = windows.hidden.shape[1]
+
+    def inputs(span: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+        lane = windows.hidden.lane(span[0])
+        seen = [_experts_input(windows.layer.on(lane), stack, partial(windows.run, *span))]
+        if windows.sixteen is not None:
+            seen.append(_experts_input(windows.sixteen.layer.on(lane), stack, partial(windows.run_sixteen, *span)))
+        return seen
+
     chosen: list[Tensor] = []
     buffers: list[HiddenStates] = []
-
-    def run(start: int, stop: int, into: int, through: nn.Module, forward: Callable[[], Tensor]) -> Tensor:
-        states, experts = _experts_input(through, stack, forward)
-        if into == len(buffers):
-            buffers.append(windows.hidden.like(states.shape[-1]))
-        buffers[into].write(start, stop, states.view(stop - start, length, -1))
-        return experts.view(stop - start, length, -1).to("cpu", torch.int16)
-
-    for start, stop in windows.hidden.ranges():
-        chosen.append(run(start, stop, 0, layer, partial(windows.run, layer, start, stop)))
-        if (sixteen := windows.sixteen) is not None:
-            run(start, stop, 1, sixteen.layer, partial(sixteen.run, windows.calls[stop - start], start, stop))
+    spans = windows.hidden.ranges()
+    for (start, stop), seen in zip(spans, windows.lanes.map(inputs, spans), strict=True):
+        chosen.append(seen[0][1].view(stop - start, length, -1).to("cpu", torch.int16))
+        for place, (states, _) in enumerate(seen):
+            if place == len(buffers):
+                buffers.append(windows.hidden.like(states.shape[-1]))
+            buffers[place].write(start, stop, states.view(stop - start, length, -1))
     return _Routed(buffers[0], buffers[1] if len(buffers) > 1 else None, torch.cat(chosen))
 
 
@@ -185,13 +228,8 @@ class Sixteen:
     """The same windows in the unquantized model: what enters this layer there, and the layer as it was."""
 
     hidden: HiddenStates
-    layer: nn.Module
-    outputs: "OutputMemo"
-
-    def run(self, call: Call, start: int, stop: int) -> Tensor:
-        """Windows [start, stop) through the unquantized layer."""
-        with self.outputs.reading(self.layer, start, nn.Linear):
-            return run_layer(self.layer, self.hidden.read(start, stop), call)
+    layer: Copies
+    outputs: "Sequence[OutputMemo]"  # by lane
 
 
 def sixteen_layer(layer: nn.Module, attention: str) -> nn.Module:

@@ -15,8 +15,8 @@ LAYERS = {
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "host_memory", "whole_files", "provenance", "results", "recipe_rules", "recipe", "model_cache",
     "safetensors_files", "experts", "weight_reader", "quantized_source", "gguf_folder", "model_source", "text_files",
-    "corpus", "hidden",
-    "kv_cache", "decoder", "layer_check", "observe", "outliers", "plan", "edited_source", "folding", "smooth", "rotate",
+    "corpus", "hidden", "kv_cache", "decoder", "lanes", "layer_check",
+    "observe", "outliers", "plan", "edited_source", "folding", "smooth", "rotate",
     "rotate_model", "learned_clip", "transform", "calibration", "calibrate", "replay", "quantize", "descent", "linear",
     "moments", "windows", "quantize_group", "shards", "packed", "inspection", "model_card", "ledger", "scores", "tune",
     "pack_job", "pack", "preflight", "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear",

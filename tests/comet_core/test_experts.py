@@ -15,6 +15,7 @@ from comet_core.calibration import load_calibration
 from comet_core.decoder import Decoder, layer_linears, load_sixteen, run_layer
 from comet_core.experts import Experts, expert_of, list_experts
 from comet_core.hidden import HiddenStates
+from comet_core.lanes import Copies, Lanes
 from comet_core.model_source import resolve_model
 from comet_core.packed import load_packed, read_manifest
 from comet_core.preflight import packed_bytes
@@ -198,8 +199,9 @@ def _layer_windows(source: Any, sixteen: bool) -> tuple[nn.Module, Windows, Hidd
     hidden.write(0, 5, states)
     other = hidden.copy()
     other.write(0, 5, states + 0.5 * torch.randn(states.shape, generator=torch.Generator().manual_seed(1)))
-    twin = Sixteen(other, sixteen_layer(layer, "sdpa"), OutputMemo()) if sixteen else None
-    return layer, Windows(hidden, {5: call}, 5, OutputMemo(), twin), other
+    lanes = Lanes.of("cpu")
+    twin = Sixteen(other, Copies(lanes, sixteen_layer(layer, "sdpa")), [OutputMemo()]) if sixteen else None
+    return layer, Windows(lanes, Copies(lanes, layer), hidden, [{5: call}], 5, [OutputMemo()], twin), other
 
 
 def _seen(layer: nn.Module, name: str, windows: Windows, hidden: HiddenStates) -> Tensor:
@@ -207,7 +209,7 @@ def _seen(layer: nn.Module, name: str, windows: Windows, hidden: HiddenStates) -
     seen: list[Tensor] = []
     handle = layer.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
-        run_layer(layer, hidden.read(0, 5), windows.calls[5])
+        run_layer(layer, hidden.read(0, 5), windows.calls[0][5])
     handle.remove()
     return seen[0]
 
@@ -217,7 +219,7 @@ def _seen(layer: nn.Module, name: str, windows: Windows, hidden: HiddenStates) -
 def test_rows_of_an_expert_are_those_of_its_tokens(mixture: Any, part: str) -> None:
     layer, windows, other = _layer_windows(mixture.source, sixteen=True)
     name = f"mlp.experts.1.{part}"
-    rows = list(windows.rows(layer, name, 5, follow=True))
+    rows = list(windows.rows(name, 5, follow=True))
     own = _seen(layer, name, windows, windows.hidden)
     order = lambda x: x[x[:, 0].argsort()]  # noqa: E731 - rows come by held-out windows, the layer's by token
     together = torch.cat([row.own for row in rows])
@@ -228,14 +230,14 @@ def test_rows_of_an_expert_are_those_of_its_tokens(mixture: Any, part: str) -> N
     wanted = torch.cat([row.wanted for row in rows])
     assert wanted.shape == together.shape and not torch.allclose(wanted, together)
     assert len(whole) != len(wanted), "both models route alike, so this test shows nothing"
-    assert not list(windows.rows(layer, f"mlp.experts.{LONELY}.{part}", 5, follow=True))
+    assert not list(windows.rows(f"mlp.experts.{LONELY}.{part}", 5, follow=True))
 
 
 @torch.no_grad()
 def test_a_shared_expert_sees_every_token(mixture: Any) -> None:
     layer, windows, _ = _layer_windows(mixture.source, sixteen=False)
     name = max(layer_linears(layer), key=lambda name: ("shared" in name, name == "self_attn.q_proj"))
-    rows = list(windows.rows(layer, name, 5, follow=False))
+    rows = list(windows.rows(name, 5, follow=False))
     own = _seen(layer, name, windows, windows.hidden).flatten(0, -2)
     assert torch.equal(torch.cat([row.own for row in rows]), own) and len(own) == 5 * 24
     assert [int(row.first.sum()) for row in rows] == [1] * 5 and all(bool(row.first[0]) for row in rows)
@@ -248,10 +250,10 @@ def test_packing_goes_on_inside_a_mixture(mixture: Any, tmp_path: Path, monkeypa
     mixture.pack(tmp_path / "whole", recipe)
     write = job.write_checked_shard
 
-    def stop_after_one(path: Path, *rest: Any) -> None:
+    def stop_after_one(path: Path, *rest: Any) -> Any:
         if "00001-of" not in path.name:
             raise KeyboardInterrupt
-        write(path, *rest)
+        return write(path, *rest)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(job, "write_checked_shard", stop_after_one)
