@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,8 @@ WIKITEXT_FILES = {"perplexity": "wiki.test.raw", "calibration": "wiki.valid.raw"
 C4_FILES = ("c4-en-docs.jsonl", "c4-en-excerpts.jsonl.gz")  # whole documents first, then openings of others
 SPLITS: dict[str, tuple[str, ...]] = {"perplexity": ("test", "validation"), "calibration": ("train",)}
 HUB_CALIBRATION_DOCUMENTS = 4000  # streamed, so that no whole training set is fetched
-C4_SHARD = "en/c4-train.00000-of-01024.json.gz"
+C4_SHARDS = {"calibration": ("train", "en/c4-train.00000-of-01024.json.gz"),
+             "perplexity": ("validation", "en/c4-validation.00000-of-00008.json.gz")}  # fmt: skip
 ORIGIN_HINT = "Set COMET_DATA to a folder with the data, connect to the hub, or give a .txt or .jsonl file."
 
 log = logging.getLogger("comet")
@@ -138,9 +139,10 @@ def _named_from_hub(name: str, role: Role) -> Corpus:
             split = "test" if role == "perplexity" else "validation"
             rows = _load_hub("Salesforce/wikitext", "wikitext-2-raw-v1", split=split)
             return _wikitext([str(row["text"]) for row in rows], role, "hub")
-        shard = _load_hub("allenai/c4", data_files={"train": C4_SHARD}, split="train", streaming=True)
+        split, file = C4_SHARDS[role]
+        shard = _load_hub("allenai/c4", data_files={split: file}, split=split, streaming=True)
         documents = [str(row["text"]) for row in islice(shard, HUB_CALIBRATION_DOCUMENTS)]
-        return _corpus("c4", documents, "documents joined with two newlines", "hub", "train, first documents")
+        return _corpus("c4", documents, "documents joined with two newlines", "hub", f"{split}, first documents")
     except CometError as error:
         log.warning(
             "warning: %s is not here (%s); the text embedded in Python stands in. %s", name, error.message, ORIGIN_HINT
@@ -263,15 +265,40 @@ def calibration_windows(
     Raises:
         CometError: less text than asked for; says how many windows there are.
     """
+    rows = _document_tokens(corpus, tokenizer)
+    found = _windows([token for ids in rows for token in ids], tokenizer, seq_len, corpus.name)
+    _enough(samples, len(found), seq_len, corpus.name, "--samples")
+    return found[_drawn(len(found), samples, seed)]
+
+
+def _document_tokens(corpus: Corpus, tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Tokens of each document, EOS at its end."""
+    texts = [_text(document, tokenizer, corpus.name) for document in corpus.documents]
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [[*ids, *eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def _drawn(count: int, samples: int, seed: int) -> "Tensor":
+    """Which of `count` windows calibration takes."""
     import torch
 
-    texts = [_text(document, tokenizer, corpus.name) for document in corpus.documents]
-    batches = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    found = _windows([token for ids in batches for token in (*ids, *eos)], tokenizer, seq_len, corpus.name)
-    _enough(samples, len(found), seq_len, corpus.name, "--samples")
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
-    return found[order[:samples]]
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples]
+
+
+def unread(corpus: Corpus, tokenizer: "PreTrainedTokenizerBase", *, samples: int, seq_len: int, seed: int) -> Corpus:
+    """The documents of which `calibration_windows` with the same arguments takes nothing, not even a part; or, if it
+    takes something of every one, all of them, under a `split` that says so."""
+    import torch
+
+    ends = torch.tensor([len(ids) for ids in _document_tokens(corpus, tokenizer)]).cumsum(0)
+    fresh = seq_len - adds_bos(tokenizer)  # tokens of text a window
+    starts = fresh * _drawn(int(ends[-1]) // fresh, samples, seed)[:, None]
+    read = ((starts < ends) & (starts + fresh > ends - ends.diff(prepend=ends.new_zeros(1)))).any(0).tolist()
+    kept = [document for document, taken in zip(corpus.documents, read, strict=True) if not taken]
+    if not kept:
+        return replace(corpus, split=f"{corpus.split}, read by calibration in part")
+    split = f"{len(kept):,} of {len(corpus.documents):,} documents, those that calibration did not read"
+    return _corpus(corpus.name, kept, corpus.joined, corpus.origin, split)
 
 
 def _enough(wanted: int, found: int, seq_len: int, name: str, flag: str) -> int:

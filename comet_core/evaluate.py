@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.calibrate import resolve_compute
-from comet_core.corpus import Corpus, load_corpus, perplexity_windows
+from comet_core.corpus import Corpus, load_corpus, perplexity_windows, unread
 from comet_core.decoder import load_sixteen
 from comet_core.kv_cache import int4_key_fraction
 from comet_core.model_source import resolve_model
@@ -26,6 +26,7 @@ from comet_core.recipe import KVCacheSpec
 from comet_core.scores import final_hidden, log_probabilities
 from comet_cuda.errors import CometError
 
+UNSEEN = 0.01  # occurrences that a token has before its first
 LOGIT_ROWS = 512  # token rows whose logits are held in float32 at once
 TOKENS_A_STEP = {"cpu": 2048, "cuda": 16384}  # that go through a model at once; a longer window goes alone
 
@@ -44,6 +45,7 @@ class Subject:
     int4_mac_fraction: float
     base: str | None
     calibration: str = "none"
+    data: dict[str, Any] | None = None  # the same, as the manifest has it
 
 
 @dataclass
@@ -77,6 +79,7 @@ def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
             int4_mac_fraction=manifest.int4_mac_fraction,
             base=manifest.model["spec"],
             calibration="{name} ({origin}), {samples} x {seq_len} tokens, seed {seed}".format(**manifest.data),
+            data=manifest.data,
         )
     source = resolve_model(spec)
     model = load_sixteen(source, device, dtype)
@@ -145,7 +148,7 @@ def evaluate_perplexity(
     subject = load_subject(str(model_spec), device, compute)
     if subject.tokenizer is None:
         raise CometError(f"{subject.name}: random weights have no tokenizer and no perplexity", "give a real model")
-    corpus = load_corpus(data, role="perplexity")
+    corpus = _unseen(load_corpus(data, role="perplexity"), subject, progress)
     tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
     base = None
     if compare and subject.base is not None:
@@ -171,7 +174,7 @@ def evaluate_perplexity(
         "provenance": provenance(recipe_digest=subject.recipe_digest, device=device),
     }
     perplexity = _perplexity(scores.nll, scores.tokens)
-    _warn_if_implausible(perplexity, subject, progress)
+    _warn_if_implausible(perplexity, tokens, subject, progress)
     records = [own | {"metric": "perplexity", "value": perplexity}]
     if base is not None:
         records.append(own | {"metric": "kl", "value": scores.kl / scores.tokens})
@@ -192,6 +195,22 @@ def evaluate_perplexity(
     return records
 
 
+def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:
+    """The text without what the model was calibrated on, where that was the same text."""
+    data = subject.data
+    if data is None or not data["sha256"] or data["sha256"] != corpus.sha256:
+        return corpus
+    rest = unread(corpus, subject.tokenizer, samples=data["samples"], seq_len=data["seq_len"], seed=data["seed"])
+    if rest.sha256 == corpus.sha256:
+        progress.log(
+            f"warning: {corpus.name}: calibration read a part of each of its documents, so the figures flatter this "
+            "model; the record says so. Another text (--ppl) judges it fairly"
+        )
+    else:
+        progress.log(f"{corpus.name}: the model was calibrated on a part of this text; scored are {rest.split}")
+    return rest
+
+
 def _load_base(subject: Subject, device: str, dtype: torch.dtype, progress: Progress) -> nn.Module | None:
     try:
         return load_sixteen(resolve_model(str(subject.base)), device, dtype)
@@ -207,12 +226,36 @@ def _perplexity(nll: float, tokens: int) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def _warn_if_implausible(perplexity: float, subject: Subject, progress: Progress) -> None:
+def frequency_perplexity(tokens: Tensor, vocabulary: int) -> float:
+    """Perplexity of the naive guess: each token is as likely as it was frequent in the text before it.
+
+    Args:
+        tokens: int64 [windows, length]; as in the model's score the first token of a window is given.
+    """
+    counts: dict[int, int] = {}
+    nll, seen = 0.0, 0
+    for window in tokens.tolist():
+        for place, token in enumerate(window):
+            if place:
+                share = (counts.get(token, 0) + UNSEEN) / (seen + UNSEEN * vocabulary)
+                nll -= math.log(share)
+            counts[token] = counts.get(token, 0) + 1
+            seen += 1
+    return _perplexity(nll, tokens.numel() - len(tokens))
+
+
+def _warn_if_implausible(perplexity: float, tokens: Tensor, subject: Subject, progress: Progress) -> None:
     vocabulary = subject.model.get_output_embeddings().out_features  # type: ignore[operator]
+    naive = frequency_perplexity(tokens, vocabulary)
     if not math.isfinite(perplexity) or perplexity > vocabulary:
         progress.log(
             f"warning: perplexity {perplexity:.4g} is worse than guessing among {vocabulary} tokens; the model or the "
             "tokenizer is broken"
+        )
+    elif perplexity > naive:
+        progress.log(
+            f"warning: perplexity {perplexity:.4g} is worse than guessing each token by how often it occurred before "
+            f"({naive:.4g}); the model has lost what it knew, or this text is not its language"
         )
 
 

@@ -147,6 +147,9 @@ def test_c4_from_the_hub_is_streamed_and_bounded(monkeypatch):
     calls = fake_hub(monkeypatch, {("allenai/c4", None, "train"): rows})
     assert len(c.load_corpus("c4", role="calibration").documents) == c.HUB_CALIBRATION_DOCUMENTS
     assert calls[0][3]["streaming"] is True
+    fake_hub(monkeypatch, {("allenai/c4", None, "validation"): [{"text": "held out"}]})
+    held_out = c.load_corpus("c4", role="perplexity")
+    assert held_out.documents == ("held out",) and held_out.split == "validation, first documents"
 
 
 def test_a_hub_data_set_by_id_and_configuration(monkeypatch):
@@ -246,6 +249,20 @@ def test_calibration_packs_documents_with_eos_and_draws_each_window_once():
     assert torch.equal(drawn, again) and not torch.equal(drawn, other)
     no_eos = c.calibration_windows(text_corpus("ab", "cd"), byte_tokenizer(eos=False), samples=1, seq_len=4, seed=0)
     assert no_eos.tolist() == [[97, 98, 99, 100]]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_what_calibration_read_can_be_left_out(bos: bool):
+    documents = [chr(97 + i) * (3 + i % 4) for i in range(20)]
+    corpus, tokenizer = text_corpus(*documents), byte_tokenizer(bos=bos)
+    how = {"samples": 4, "seq_len": 8, "seed": 1}
+    drawn = set(c.calibration_windows(corpus, tokenizer, **how).flatten().tolist())
+    rest = c.unread(corpus, tokenizer, **how)
+    assert rest.documents == tuple(d for d in documents if ord(d[0]) not in drawn) and 0 < len(rest.documents) < 17
+    assert rest.sha256 != corpus.sha256 and rest.split.startswith(f"{len(rest.documents)} of 20 documents, those")
+    one = text_corpus("abcdefgh" * 4)  # there is no other document
+    rest = c.unread(one, tokenizer, samples=1, seq_len=8, seed=1)
+    assert rest.documents == one.documents and rest.split.endswith("read by calibration in part")
 
 
 def test_too_little_text_says_how_many_windows_there_are():

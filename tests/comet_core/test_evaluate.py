@@ -1,6 +1,7 @@
 """Perplexity, KL and agreement: sums over exactly the tokens that the protocol names."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_divergence_is_zero_from_itself_and_positive_from_another() -> None:
 def test_a_perplexity_worse_than_guessing_is_remarked(perplexity: float, warned: bool) -> None:
     from types import SimpleNamespace
 
-    from comet_core.evaluate import _warn_if_implausible
+    from comet_core.evaluate import _warn_if_implausible, frequency_perplexity
     from comet_core.progress import SilentProgress
 
     class Listens(SilentProgress):
@@ -67,5 +68,13 @@ def test_a_perplexity_worse_than_guessing_is_remarked(perplexity: float, warned:
             self.said = message
 
     progress = Listens()
-    _warn_if_implausible(perplexity, SimpleNamespace(model=model_of()), progress)  # type: ignore[arg-type]
+    subject: Any = SimpleNamespace(model=model_of())
+    _warn_if_implausible(perplexity, torch.randint(0, 97, (2, 300)), subject, progress)
     assert ("worse than guessing among 97 tokens" in progress.said) == warned
+    few = torch.randint(0, 8, (2, 300))  # a text of eight words, each as likely as the others
+    assert frequency_perplexity(few, 97) == pytest.approx(8, rel=0.1)
+    _warn_if_implausible(12.0, few, subject, progress)
+    assert "worse than guessing each token by how often it occurred before" in progress.said
+    progress.said = ""
+    _warn_if_implausible(7.0, few, subject, progress)
+    assert not progress.said
