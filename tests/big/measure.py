@@ -1,6 +1,7 @@
 """Calibrates and packs a large random checkpoint, cut to few layers, and says what each layer took.
 
     PYTHONPATH=cuda:cli:. python tests/big/measure.py --model llama-3-70b --layers 2 --vocabulary 8192 [--record FILE]
+    PYTHONPATH=cuda:cli:. python tests/big/measure.py --layers 2 --hidden 256 512 1024  # growth with the width
 
 Two processes: one writes the checkpoint (config.json, one safetensors shard a layer, an index, as the hub has them),
 the other calibrates and packs it from disk and watches its own memory. The bound that it is held to, above what the
@@ -56,18 +57,20 @@ class Watch:
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
+        self.cpu_times: dict[str, list[float]] = {}  # the same on the clock of this process
         self.peaks: dict[str, int] = {}
         self.step, self.began = "start", time.perf_counter()
 
     @contextmanager
     def task(self, description: str, total: int) -> Iterator["Watch"]:
         self.look(description)
-        self.times[description] = [time.perf_counter()]
+        self.times[description], self.cpu_times[description] = [time.perf_counter()], [time.process_time()]
         yield self
         self.look(f"after {description}")
 
     def advance(self, steps: int = 1) -> None:
         self.times[self.step].append(time.perf_counter())
+        self.cpu_times[self.step].append(time.process_time())
 
     def look(self, following: str) -> None:
         """The step that ran ends here."""
@@ -89,6 +92,7 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
     from comet_core.calibrate import calibrate, resolve_compute
     from comet_core.hidden import DEFAULT_LIMIT
     from comet_core.host_memory import forget_peak
+    from comet_core.lanes import Lanes
     from comet_core.model_source import ModelSource, resolve_model
     from comet_core.pack import pack
     from comet_core.recipe import load_recipe, with_calibration
@@ -134,7 +138,8 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
         "allowance": ALLOWANCE,
     }
     layers = config.num_hidden_layers
-    packing = watch.times["pack"]  # the last unit is what is outside the layers
+    packing, on_cpu = watch.times["pack"], watch.cpu_times["pack"]  # the last unit is what is outside the layers
+    calibrating, cpu_calibrating = watch.times["calibrate"], watch.cpu_times["calibrate"]
     return {
         "layers": layers,
         "hidden_size": config.hidden_size,
@@ -144,8 +149,11 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
         "seq_len": seq_len,
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
-        "calibrate_s_a_layer": (watch.times["calibrate"][-1] - watch.times["calibrate"][0]) / layers,
+        "calibrate_s_a_layer": (calibrating[-1] - calibrating[0]) / layers,
         "pack_s_by_layer": [end - start for start, end in itertools.pairwise(packing[:-1])],
+        "calibrate_cpu_s_a_layer": (cpu_calibrating[-1] - cpu_calibrating[0]) / layers,
+        "pack_cpu_s_by_layer": [end - start for start, end in itertools.pairwise(on_cpu[:-1])],
+        "gpus": len(Lanes.of(device)) if on_gpu else 0,
         "ram_above_imports": {step: max(0, peak - held) for step, peak in watch.peaks.items()},
         "imports": held,
         "gpu_peaks": gpu_peaks,
@@ -161,9 +169,8 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3-70b")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, help="another hidden size: a narrow model of full depth, a rehearsal")
-    parser.add_argument("--intermediate", type=int)
-    parser.add_argument("--heads", type=int, nargs=2, help="query and KV heads, with --hidden")
+    parser.add_argument("--hidden", type=int, nargs="+", help="other hidden sizes, each measured; heads of 64")
+    parser.add_argument("--intermediate", type=int, help="with --hidden; left out: three and a half times as many")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--device", default="auto")
@@ -171,41 +178,47 @@ def main() -> int:
     parser.add_argument("--spill-over", type=int, default=8 << 30, help="bytes of hidden states that stay in memory")
     parser.add_argument("--folder", type=Path, help="where the checkpoint lies or will lie")
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         from comet_core.host_memory import give_back_freed
 
         give_back_freed()
-        found = run_and_watch(args.measure, args.samples, args.seq_len, args.device, args.recipe, args.spill_over)
-        print(json.dumps(found))
+        for home in args.measure:
+            found = run_and_watch(home, args.samples, args.seq_len, args.device, args.recipe, args.spill_over)
+            print(json.dumps(found), flush=True)
         return 0
     with tempfile.TemporaryDirectory(prefix="comet-big-") as scratch:
-        return _measured(args, args.folder or Path(scratch), Path(scratch))
+        homes = [_prepared(args, width, Path(scratch)) for width in args.hidden or [0]]
+        command = [sys.executable, *sys.argv, "--measure", *map(str, homes)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        broken = [_report(args, json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+        return done.returncode or int(any(broken))
 
 
-def _measured(args: argparse.Namespace, folder: Path, home: Path) -> int:
+def _prepared(args: argparse.Namespace, hidden: int, scratch: Path) -> Path:
+    """A working folder whose `model` is a checkpoint of that hidden size (0: the alias's own), kept in args.folder."""
+    home, start = scratch / str(hidden), time.perf_counter()
+    folder = (args.folder or scratch) / (str(hidden) if hidden else "")
+    if not (folder / "model" / INDEX).exists():
+        shapes = {
+            "hidden_size": hidden, "intermediate_size": args.intermediate or hidden * 7 // 2 // 128 * 128,
+            "num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 512), "head_dim": 64,
+        } if hidden else {}  # fmt: skip
+        (folder / "model").mkdir(parents=True)
+        make_checkpoint(folder / "model", args.model, args.layers, args.vocabulary, **shapes)
+        print(f"checkpoint written in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    if folder != home:
+        home.mkdir(exist_ok=True)
+        (home / "model").symlink_to(folder.resolve() / "model")
+    return home
+
+
+def _report(args: argparse.Namespace, found: dict[str, Any]) -> bool:
+    """Print and record what one run took; whether it broke its bound."""
     from comet_core.provenance import provenance
     from comet_core.results import append
 
-    start = time.perf_counter()
-    if not (folder / "model" / INDEX).exists():
-        shapes = {"hidden_size": args.hidden, "intermediate_size": args.intermediate}
-        if args.heads:
-            shapes |= {"num_attention_heads": args.heads[0], "num_key_value_heads": args.heads[1]}
-            shapes["head_dim"] = args.hidden // args.heads[0]
-        (folder / "model").mkdir(parents=True)
-        make_checkpoint(folder / "model", args.model, args.layers, args.vocabulary,
-                        **{key: value for key, value in shapes.items() if value})  # fmt: skip
-        print(f"checkpoint written in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    if folder != home:
-        (home / "model").symlink_to(folder.resolve() / "model")
-    command = [sys.executable, *sys.argv, "--measure", str(home)]
-    start = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return done.returncode
-    found = json.loads(done.stdout.splitlines()[-1])
     bound = sum(found["bound"].values())
     peak = max((found["gpu_peaks"] or found["ram_above_imports"]).values())
     seconds = [round(value, 2) for value in found["pack_s_by_layer"]]
@@ -213,16 +226,17 @@ def _measured(args: argparse.Namespace, folder: Path, home: Path) -> int:
     print(
         f"{args.model}, {found['layers']} layers of {found['hidden_size']}/{found['intermediate_size']}, "
         f"{args.samples} x {args.seq_len}, {found['device']} {found['dtype']}: "
-        f"calibrate {found['calibrate_s_a_layer']:.2f} s a layer, pack {seconds[:4]} s; "
+        f"calibrate {found['calibrate_s_a_layer']:.2f} s a layer ({found['calibrate_cpu_s_a_layer']:.2f} on the CPU), "
+        f"pack {seconds[:4]} s ({[round(value, 2) for value in found['pack_cpu_s_by_layer'][:4]]}); "
         f"RAM above imports, MiB: {mib}; GPU MiB: { {k: v >> 20 for k, v in found['gpu_peaks'].items()} }; "
-        f"bound {bound >> 20} MiB; {time.perf_counter() - start:.1f} s in all",
+        f"bound {bound >> 20} MiB",
         flush=True,
     )
     if args.record:
         typed = shlex.join(["python", "tests/big/measure.py", *sys.argv[1:]])
         append(args.record, {"kind": "big", "model": args.model, "recipe": args.recipe, **found,
                              "provenance": provenance(typed, device=found["device"])})  # fmt: skip
-    return int(peak > bound)
+    return peak > bound
 
 
 if __name__ == "__main__":

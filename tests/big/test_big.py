@@ -12,7 +12,7 @@ MEASURE = Path(__file__).with_name("measure.py")
 
 def measured(record: Path, *options: str) -> dict[str, dict[str, int]]:
     """The record of one run; the script itself fails if the bound was broken."""
-    shapes = ["--vocabulary", "300", "--heads", "2", "1"]
+    shapes = ["--vocabulary", "300"]
     command = [sys.executable, str(MEASURE), *shapes, *options, "--device", "cpu", "--record", str(record)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
