@@ -14,12 +14,13 @@
 // The Hadamard takes the first and leaves the second: strides 1 to 16 stay inside a lane, those of 32 and 64 exchange
 // half of the registers with a neighbour (compare quantize.cuh). Blocks that are not rotated are read in the end order.
 //
-// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
-// SHARE 1 and OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread. The norm (FUSE 1) gathers from whole rows; otherwise
-// channels come in storage order and a cta copies those of its own blocks.
+// Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and
+// OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread; GATHER (1: from whole rows, and always with the norm; 0: channels
+// come in storage order and a cta copies those of its own blocks); SHARE (1; 0: scales are multiples of one a token, see
+// token_scale.cuh and quantize_token.cu; a cta then takes whole tokens).
 // gridDim.y ctas share the blocks of a token. K is a multiple of 8, rows are aligned to 16 bytes.
 #include "comet/pipeline.cuh"
-#include "comet/quantize_scale.cuh"
+#include "comet/token_scale.cuh"
 
 using namespace comet;
 
@@ -28,10 +29,17 @@ constexpr int kBlocks = 32 / kLanes;        // of a warp
 constexpr int kValues = 32;                 // of a lane
 constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
 constexpr int kMostWarps = 16;
-constexpr bool kGather = FUSE == 1;
+constexpr bool kGather = GATHER;
 constexpr uint32_t kNone = 0xFFFF;
 static_assert(FUSE != 1 || STAGES >= 3, "the norm sums the next row, too");
-static_assert(SHARE == 1 && OUT == 1, "see the definitions");
+static_assert((SHARE == 1 || SHARE == 0) && OUT == 1 && (GATHER || FUSE != 1), "see the definitions");
+#if SHARE == 0
+using Arguments = TokenParams;
+__device__ __forceinline__ bool has_int4(const Arguments& p, int block) { return block >= p.int8_blocks; }
+#else
+using Arguments = Params;
+__device__ __forceinline__ bool has_int4(const Arguments& p, int block) { return p.bits[block] == 4; }
+#endif
 
 // The lower half of a word, plus another word, in one instruction.
 __device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
@@ -44,9 +52,9 @@ __device__ __forceinline__ int blocks_of_cta() { return kBlocks * (blockDim.x / 
 __device__ __forceinline__ int first_block() { return blockIdx.y * blocks_of_cta(); }
 
 // Which block each four lanes of the cta take (kNone: none), by warp 0. Returns the number of warps that have some.
-__device__ __forceinline__ int share_out(const Params& p, uint16_t* table) {
+__device__ __forceinline__ int share_out(const Arguments& p, uint16_t* table) {
   const int lane = threadIdx.x % 32, first = first_block(), end = min(first + blocks_of_cta(), p.NB);
-  const auto is_int8 = [&](int b) { return b < end && p.bits[b] != 4; };
+  const auto is_int8 = [&](int b) { return b < end && !has_int4(p, b); };
   int next8 = 0, next4 = 0;
   for (int b = first; b < end; b += 32) next4 += __popc(__ballot_sync(kWarp, is_int8(b + lane)));
   next4 = (next4 + kBlocks - 1) / kBlocks * kBlocks;
@@ -77,6 +85,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
   __device__ __forceinline__ uint32_t summed(int stage) const { return barriers + 8 * (2 * STAGES + stage); } // FUSE == 1
+  __device__ __forceinline__ uint32_t end() const { return barriers + 24 * STAGES; }
   __device__ __forceinline__ void copy(const Params& p, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
     mbarrier_expect(full(stage), inputs * bytes);
@@ -94,12 +103,12 @@ struct Place {
   bool exists, is_int4, start_order;
   float clip;
   uint32_t at[kGather ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
-  __device__ __forceinline__ Place(const Params& p, const uint16_t* table) {
+  __device__ __forceinline__ Place(const Arguments& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
     exists = found != kNone;
     block = exists ? found : table[threadIdx.x / 32 * kBlocks];
-    is_int4 = p.bits[block] == 4;
+    is_int4 = has_int4(p, block);
     start_order = HADAMARD && is_int4;
     clip = p.clip[block];
   }
@@ -196,18 +205,10 @@ __device__ __forceinline__ float over_lanes(float x) { // the largest of a block
   return fmaxf(x, __shfl_xor_sync(kWarp, x, 2));
 }
 
-// The warp's blocks of one token.
-template <bool kInt4>
-__device__ __forceinline__ void quantize_blocks(const Params& p, const Place& place, float (&v)[kValues], int token) {
+// The scale that each of the warp's blocks would choose alone; the values are left rotated, but for norm and signs.
+template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, float (&v)[kValues]) {
   constexpr bool kRotated = HADAMARD && kInt4;
-  const bool mine = place.exists;
-  float factor[4] = {1.f, 1.f, 1.f, 1.f};
-  if (kRotated) {
-    hadamard(v, place.lane);
-#pragma unroll
-    for (int q = 0; q < 4; ++q)
-      factor[q] = ((q & 2) && (place.lane & 1)) != ((q & 1) && (place.lane & 2)) ? -kHadamardNorm : kHadamardNorm;
-  }
+  if (kRotated) hadamard(v, place.lane);
   int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
 #pragma unroll
   for (int i = 0; i < kValues; i += 4)
@@ -215,23 +216,53 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
                __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
   float largest = over_lanes(__int_as_float(most));
   if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
-  const float per_absmax = kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f);
-  const float ratio = __fmul_rn(largest, per_absmax);
-  const float scale = ratio > 0.f ? ratio : 1.f;
+  return __fmul_rn(largest, kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f));
+}
 
-  uint32_t pairs[kValues / 2];
+// Codes of such values: in pairs.
+template <bool kInt4>
+__device__ __forceinline__ void codes_of(const Place& place, const float (&v)[kValues], float divisor, uint32_t (&pairs)[kValues / 2]) {
+  float factor[4] = {1.f, 1.f, 1.f, 1.f};
+  if (HADAMARD && kInt4) {
+#pragma unroll
+    for (int q = 0; q < 4; ++q)
+      factor[q] = ((q & 2) && (place.lane & 1)) != ((q & 1) && (place.lane & 2)) ? -kHadamardNorm : kHadamardNorm;
+  }
   bool certain = false;
-  if (kInt4 && __all_sync(kWarp, place.clip >= kQuickClip || !mine)) {
-    const bool usual = scale >= kQuickTiny && scale <= kQuickHuge;
-    const float by = usual ? reciprocal_of(scale) * kStep : kUnusual;
+  if (kInt4 && __all_sync(kWarp, place.clip >= kQuickClip || !place.exists)) {
+    const bool usual = divisor >= kQuickTiny && divisor <= kQuickHuge;
+    const float by = usual ? reciprocal_of(divisor) * kStep : kUnusual;
     certain = quick_codes(v, {by * factor[0], by * factor[1], by * factor[2], by * factor[3]}, pairs) && by < kUnusual;
   }
-  if (!certain) exact_codes<kInt4 ? 4 : 8>(v, factor, scale, pairs);
+  if (!certain) exact_codes<kInt4 ? 4 : 8>(v, factor, divisor, pairs);
+}
 
-  const int row = token % 8;
-  const size_t atom = size_t(place.block) * ((p.M + 7) / 8) + token / 8;
-  char* const to = static_cast<char*>(p.codes) + atom * 1024 + row * 128;
-  const uint32_t within = (16 * (place.lane & 1) + 8 * (place.lane >> 1)) ^ (16 * row);
+// Where a lane stores the codes of its block: piece q's eight bytes lie at `within` ^ piece_at(q).
+struct Destination {
+  size_t atom;
+  int row;
+  char* to;
+  uint32_t within;
+  __device__ __forceinline__ Destination(const Params& p, const Place& place, int token) {
+    row = token % 8;
+    atom = size_t(place.block) * ((p.M + 7) / 8) + token / 8;
+    to = static_cast<char*>(p.codes) + atom * 1024 + row * 128;
+    within = (16 * (place.lane & 1) + 8 * (place.lane >> 1)) ^ (16 * row);
+  }
+  __device__ __forceinline__ void store(int q, const uint32_t (&words)[2]) const {
+    store_global(to + (within ^ (64 * (q & 1) + 32 * (q >> 1))), words[0], words[1]);
+  }
+};
+
+#if SHARE == 1
+// The warp's blocks of one token.
+template <bool kInt4>
+__device__ __forceinline__ void quantize_blocks(const Params& p, const Place& place, float (&v)[kValues], int token) {
+  const bool mine = place.exists;
+  const float ratio = ratio_of<kInt4>(place, v), scale = ratio > 0.f ? ratio : 1.f;
+  uint32_t pairs[kValues / 2];
+  codes_of<kInt4>(place, v, scale, pairs);
+  const Destination at(p, place, token);
   uint32_t total = 0;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
@@ -242,14 +273,59 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
       total += low + high; // at most 32 * 255 in each half
       words[half] = kInt4 ? e4m3_of(low, high, e4m3_factor(4)) : bytes_of<kInt4>(low, high);
     }
-    if (mine) store_global(to + (within ^ (64 * (q & 1) + 32 * (q >> 1))), words[0], words[1]);
+    if (mine) at.store(q, words);
   }
   total = (total & 0xFFFFu) + (total >> 16);
   total += __shfl_xor_sync(kWarp, total, 1);
   total += __shfl_xor_sync(kWarp, total, 2);
   const float meta = place.lane == 0 ? scale : unbiased<kInt4>(total);
-  if (mine && place.lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * place.lane] = meta;
+  if (mine && place.lane < 2) p.scale[at.atom * 16 + 4 * (at.row / 2) + at.row % 2 + 2 * place.lane] = meta;
 }
+#else
+// The same where a token's scales are multiples of one: `ratios` f32 [NB] in shared memory, of this token.
+template <bool kInt4>
+__device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place& place, float (&v)[kValues], int token, float* ratios,
+                                                int threads) {
+  const float ratio = ratio_of<kInt4>(place, v);
+  if (place.exists && place.lane == 0) ratios[place.block] = ratio;
+  named_sync(1, threads);
+  const TokenScale scales(ratios, p.NB, p.int8_blocks, threadIdx.x % 32);
+  float divisor = scales.scale;
+  uint32_t by = 1;
+  const Destination at(p, place, token);
+  if (kInt4) {
+    const float multiple = scales.multiple(ratio);
+    divisor = __fmul_rn(divisor, multiple), by = uint32_t(multiple);
+  } else {
+    const int e = scales.exponent(ratios[place.block]);
+    divisor = __fmul_rn(divisor, __int_as_float((e + 127) << 23));
+    int* const words = p.multiples + at.atom * 8;
+    if (place.exists && place.lane == 0) {
+      words[at.row] = exponent_word(scales, ratios, place.block, p.int8_blocks, e);
+      if (token == p.M - 1) // tokens that fill the last atom
+        for (int row = at.row + 1; row < 8; ++row) words[row] = 0;
+    }
+  }
+  uint32_t pairs[kValues / 2];
+  codes_of<kInt4>(place, v, divisor, pairs);
+  const uint32_t bias = (256 - kBias4 * by) * kTwice; // of (code + bias of pairs) * by; the low bytes are two's complement
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    uint32_t words[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
+      words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+    }
+    if (place.exists) at.store(q, words);
+  }
+  if (threadIdx.x == 0) {
+    p.scale[token] = scales.scale;
+    if (token == p.M - 1)
+      for (int padding = p.M; padding % 8 != 0; ++padding) p.scale[padding] = 1.f;
+  }
+}
+#endif
 
 // FUSE == 1: x + residual -> the stage and memory; the warp's sum of squares -> partial.
 __device__ __forceinline__ void sum_row(const Params& p, const Ring& ring, int stage, int token, int threads, float* partial) {
@@ -319,7 +395,7 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
   }
 }
 
-extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) {
+extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint16_t table[kMostWarps * kBlocks];
   __shared__ float partial[STAGES][kMostWarps];
@@ -350,12 +426,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
   const bool is_int4 = __any_sync(kWarp, place.is_int4); // the warp's
   place.find(p, ring);
   wait_for_previous_kernel();
-  const int step = gridDim.x, tiles = (p.M + 7) / 8 * 8;
+  const int step = gridDim.x, tiles = SHARE == 0 ? p.M : (p.M + 7) / 8 * 8;
   const unsigned long long policy = l2_evict_first();
   if (threadIdx.x == 0)
     for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
       ring.copy(p, token, stage, policy);
 
+#if SHARE == 0
+  float* const first_ratios = reinterpret_cast<float*>(shared + (ring.end() - ring.base));
+  float* ratios = first_ratios;
+#endif
   int stage = 0, parity = 0;
   if (FUSE == 1 && blockIdx.x < p.M) {
     mbarrier_wait(ring.full(0), 0);
@@ -388,10 +468,18 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Params p) 
       mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
       ring.copy(p, refill, last, policy);
     }
+#if SHARE == 0
+    ratios = ratios == first_ratios ? first_ratios + p.NB : first_ratios; // the last token's may still be read
+    if (is_int4)
+      quantize_blocks<true>(p, place, v, token, ratios, 32 * warps);
+    else
+      quantize_blocks<false>(p, place, v, token, ratios, 32 * warps);
+#else
     if (is_int4)
       quantize_blocks<true>(p, place, v, token);
     else
       quantize_blocks<false>(p, place, v, token);
+#endif
     stage = after;
     if (stage == 0) parity ^= 1;
   }

@@ -1,4 +1,4 @@
-"""Which launches of quantize_act go to quantize_many.cu, and how: many tokens on sm_90, norms and ungathered inputs.
+"""Which launches of quantize_act and quantize_token go to quantize_many.cu, and how: many tokens on sm_90.
 
 The decisions made here: from how many tokens on it is the fastest (measured on an H200, results/LOG.md; a gather alone
 is not faster there), how many warps a cta has (eight blocks each; the norm needs whole rows, so its ctas take whole
@@ -17,6 +17,8 @@ OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in th
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 FUSES = ("none", "rms_norm", "silu_mul")
 FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
+FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 512, "silu_mul": 512}  # of quantize_token: a guess
+TOKEN = 0  # as a share
 BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta; it has one more than blocks need
 FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel is about as fast
@@ -37,10 +39,13 @@ class ManyPlan:
     shared_bytes: int
 
 
-def many_defines(dtype: torch.dtype, hadamard: bool, fuse: str) -> dict[str, int | str]:
-    """The preprocessor definitions of quantize_many.cu."""
+def many_defines(
+    dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False
+) -> dict[str, int | str]:
+    """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`."""
     return {
-        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1,
+        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": share,
+        "GATHER": int(gathered or fuse == "rms_norm"),
         "FUSE": FUSES.index(fuse), "HADAMARD": int(hadamard), "STAGES": STAGES[fuse], "REGISTERS": REGISTERS,
     }  # fmt: skip
 
@@ -60,20 +65,24 @@ def plan_many(
 
     Args:
         fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
+        share: 1, or TOKEN: a token's scales are multiples of one, for which a cta takes whole tokens.
     """
-    norm = fuse == "rms_norm"
-    if dtype not in ELEMENTS or layout != "sm_90" or share != 1 or channels % 8 or rows < FEWEST_TOKENS[fuse]:
+    norm, token = fuse == "rms_norm", share == TOKEN
+    whole = norm or token
+    fewest = (FEWEST_TOKENS_TOKEN if token else FEWEST_TOKENS)[fuse]
+    if dtype not in ELEMENTS or layout != "sm_90" or share not in (1, TOKEN) or channels % 8 or rows < fewest:
         return None
     blocks = num_blocks(channels)
     needed = -(-blocks // BLOCKS)  # warps a token
-    if (gathered and not norm) or (norm and needed >= MOST_WARPS):
+    if (gathered and not whole) or (whole and needed >= MOST_WARPS):
         return None
-    warps = needed if norm else min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
+    warps = needed if whole else min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
     splits = -(-needed // warps)
-    held = blocks if norm else BLOCKS * warps
+    held = blocks if norm or gathered else BLOCKS * warps
     warps += 1
-    weights = 2 * BLOCKS * BLOCK * warps if norm else 0  # bytes
-    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + weights
+    extra = 2 * BLOCKS * BLOCK * warps if norm else 0  # bytes, of the norm's weights
+    extra += 2 * 4 * blocks if token else 0  # of two tokens' ratios
+    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra
     ctas = min(SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + 2048))
     if ctas < (FEWEST_CTAS if norm else 1):
         return None
@@ -85,8 +94,10 @@ def configurations(family: str) -> list[Configuration]:
     if family != "sm_90":
         return []
     return [
-        Configuration(SOURCE, many_defines(dtype, hadamard, fuse), OPTIONS)
+        Configuration(SOURCE, many_defines(dtype, hadamard, fuse, share, gathered), OPTIONS)
         for fuse in FUSES
+        for share, gathered in ((1, False), (TOKEN, False), (TOKEN, True))
+        if fuse != "rms_norm" or not gathered
         for dtype in ELEMENTS
         for hadamard in (False, True)
     ]

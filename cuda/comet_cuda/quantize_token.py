@@ -5,7 +5,7 @@ multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums
 
 The decision made here is how a token's blocks are shared out to a cta's warps: a block a warp while ctas are few and
 latency counts, several blocks a warp (half as many threads a cta) once the GPU is full; rows too wide for registers
-are computed twice.
+are computed twice. Many tokens go to quantize_many.cu, where ctas stay.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import struct
 import torch
 from torch import Tensor
 
+from comet_cuda import quantize_many
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
@@ -30,6 +31,7 @@ from comet_cuda.quantize_act_cuda import (
     identity,
 )
 from comet_cuda.quantize_fused import norm_inputs
+from comet_cuda.quantize_many import TOKEN
 from comet_cuda.quantize_token_ref import (
     TokenOperand,
     check_blocks,
@@ -116,18 +118,28 @@ def _bound(
             "quantize them in several calls",
         )
     properties = torch.cuda.get_device_properties(device)
-    vector = channels % 4 == 0 and aligned % 8 == 0
-    plan = plan_token(rows, channels, fuse, gathered, vector, properties.multi_processor_count)
+    sms = properties.multi_processor_count
     limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
+
+    def bind(source: str, defines: dict[str, int | str], ctas: int, warps: int, shared_bytes: int) -> BoundLaunch:
+        kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
+        overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
+        return kernel.load(device).bind(ctas, WARP * warps, _PARAMS, shared_bytes, overlap)
+
+    if aligned == 0:
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
+        if many is not None:
+            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered)
+            bound = bind(quantize_many.SOURCE, defines, many.tokens, many.warps, many.shared_bytes)
+            return bound, gathered or fuse == "rms_norm"
+    vector = channels % 4 == 0 and aligned % 8 == 0
+    plan = plan_token(rows, channels, fuse, gathered, vector, sms)
     if plan.shared_bytes > limit - 1024:
         raise CometError(
             f"quantize_token: a row of {channels} channels takes {plan.shared_bytes} bytes of shared memory of {limit}",
             "this GPU is not one that the integer GEMM runs on",
         )
-    kernel = compile_kernel(SOURCE, "quantize_token", device_arch(device), plan.defines(dtype, hadamard, fuse), OPTIONS)
-    overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
-    loaded = kernel.load(device)
-    return loaded.bind(rows, WARP * plan.warps, _PARAMS, plan.shared_bytes, overlap), plan.gather
+    return bind(SOURCE, plan.defines(dtype, hadamard, fuse), rows, plan.warps, plan.shared_bytes), plan.gather
 
 
 @functools.lru_cache(maxsize=4096)

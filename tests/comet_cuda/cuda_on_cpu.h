@@ -175,6 +175,12 @@ inline void mbarrier_wait(u32 at, u32 parity) {
   }
 }
 inline unsigned long long l2_evict_first() { return 0; }
+inline void named_sync(int, int members) { // one barrier a kernel
+  static int arrived = 0;
+  static long generation = 0;
+  const long g = generation;
+  if (++arrived == members) { arrived = 0; ++generation; } else while (generation == g) emu::yield();
+}
 }
 #endif
 

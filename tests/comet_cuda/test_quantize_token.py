@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_token
+from comet_cuda import quantize_many, quantize_token
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token import plan_token
@@ -127,7 +127,13 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     """What the kernel leaves; norm: residual, weight and eps. The sum of x and residual goes into `residual`."""
     perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
-    plan = plan_token(rows, channels, fuse, perm is not None, channels % 4 == 0, sms)
+    gathered = perm is not None
+    plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms)
+    defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
+    many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
+    if many is not None:
+        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered)
+        threads, ctas, entry = 32 * many.warps, 2, "quantize_many"
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -138,11 +144,15 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     sizes = rows, channels, len(clip), norm.get("eps", 0.0)
     params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10], eights)
-    defines = plan.defines(x.dtype, hadamard, fuse) | {"ARCH": 900, "PARAMS": "TokenParams"}
-    build("quantize_token", defines).emulate(ctypes.c_char_p(params), rows, 1, 32 * plan.warps)
+    build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"}).emulate(ctypes.c_char_p(params), ctas, 1, threads)
     if residual is not None:
         residual.copy_(held[2])
     return held[8], held[10], held[9]
+
+
+@pytest.fixture
+def any_number_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS_TOKEN", dict.fromkeys(quantize_many.FUSES, 0))
 
 
 SHAPES = [  # rows, channels, multiprocessors
@@ -163,8 +173,21 @@ def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: i
 
 
 @emulation
-@pytest.mark.parametrize(("rows", "channels"), [(9, 1152), pytest.param(3, 577, marks=pytest.mark.slow)])
-def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+@pytest.mark.usefixtures("any_number_is_many")
+@pytest.mark.parametrize(
+    ("rows", "channels"),
+    [(11, 2888), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((5, 9000), (16, 128)))],
+)
+def test_the_kernel_for_many_tokens_equals_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for mix in MIXES:
+        gathered = mix in ("mixed", "int4")
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=mix != "int4")
+        got = emulate(build, x, arguments)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
+
+
+def fused_equal(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    """Fused forms where their arithmetic is exact, whatever its order."""
     for mix in ("mixed", "half"):
         x, arguments = problem(rows, channels, torch.float16, mix, gathered=mix == "mixed", hadamard=True)
         gate_up = exact_silu(x.clamp(-900, 900))
@@ -176,3 +199,16 @@ def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, 
         assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
         assert torch.equal(residual, summed)
         assert wanted[0].unique().numel() > 100
+
+
+@emulation
+@pytest.mark.parametrize(("rows", "channels"), [(9, 1152), pytest.param(3, 577, marks=pytest.mark.slow)])
+def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    fused_equal(build, rows, channels)
+
+
+@emulation
+@pytest.mark.usefixtures("any_number_is_many")
+@pytest.mark.parametrize(("rows", "channels"), [(9, 1288), pytest.param(12, 4096, marks=pytest.mark.slow)])
+def test_fused_forms_for_many_tokens_equal_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    fused_equal(build, rows, channels)
