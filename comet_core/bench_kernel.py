@@ -162,12 +162,12 @@ def _runs(case: Case, x: Tensor, what: str, ablation: str | None) -> list[Callab
     m = len(x)
     if what == "with quantize_act":
         return [(lambda linear=linear: linear(x, None)) for linear in case.linears]  # type: ignore[misc]
-    codes, meta = case.linears[0].quantize(x)
+    operand = case.linears[0].quantize(x)
     if ablation is not None:
         parts = [_ablated(linear, m, ablation) for linear in case.linears]
-        return [(lambda part=part: part(codes, meta)) for part in parts]  # type: ignore[misc]
+        return [(lambda part=part: part(*operand)) for part in parts]  # type: ignore[misc]
     return [
-        (lambda linear=linear: linear.multiply(codes, meta, m, None, torch.bfloat16))  # type: ignore[misc]
+        (lambda linear=linear: linear.multiply(operand, m, None, torch.bfloat16))  # type: ignore[misc]
         for linear in case.linears
     ]
 

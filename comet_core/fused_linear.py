@@ -17,7 +17,6 @@ from comet_core.linear import W4AxLinear
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
 from comet_cuda.quantize_act import quantize_act, to_blocks
-from comet_cuda.quantize_fused import rms_norm_quantize, silu_mul_quantize
 from comet_cuda.sixteen_bit import to_fp8
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
@@ -27,8 +26,7 @@ INT4PACK_TOKENS = 16  # at most so many tokens go through torch's weight-only IN
 class Operand(NamedTuple):
     """The input of a linear in the form that its product reads."""
 
-    values: Tensor
-    scale: Tensor | None
+    tensors: tuple[Tensor, ...]  # values, and what scales them
     tokens: int
 
 
@@ -67,7 +65,7 @@ class SixteenBitLinear:
     bias: Tensor | None
 
     def take(self, x: Tensor) -> Operand:
-        return Operand(x, None, x.shape[0])
+        return Operand((x,), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
         normed, _, summed = _norm(x, residual, weight, eps, False)
@@ -77,7 +75,7 @@ class SixteenBitLinear:
         return self.take(torch.ops.comet.silu_mul(gate_up, False)[0])
 
     def multiply(self, operand: Operand) -> Tensor:
-        return nn.functional.linear(operand.values, self.weight, self.bias)
+        return nn.functional.linear(operand.tensors[0], self.weight, self.bias)
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight, self.bias) if t is not None]
@@ -96,20 +94,17 @@ class Fp8Linear:
     dtype: torch.dtype
 
     def take(self, x: Tensor) -> Operand:
-        values, scale = torch.ops.comet.to_fp8(x)
-        return Operand(values, scale, x.shape[0])
+        return Operand(torch.ops.comet.to_fp8(x), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
         values, scale, summed = _norm(x, residual, weight, eps, True)
-        return Operand(values, scale, x.shape[0]), summed
+        return Operand((values, scale), x.shape[0]), summed
 
     def take_silu_mul(self, gate_up: Tensor) -> Operand:
-        values, scale = torch.ops.comet.silu_mul(gate_up, True)
-        return Operand(values, scale, gate_up.shape[0])
+        return Operand(torch.ops.comet.silu_mul(gate_up, True), gate_up.shape[0])
 
     def multiply(self, operand: Operand) -> Tensor:
-        values, scale = operand.values, operand.scale
-        assert scale is not None
+        values, scale = operand.tensors
         if values.is_cuda:
             return torch._scaled_mm(  # the fast accumulation is what FP8 serving uses
                 values, self.weight.t(), scale, self.scale, self.bias, None, self.dtype, use_fast_accum=True
@@ -139,25 +134,17 @@ class W4AxTiled:
     dtype: torch.dtype
 
     def take(self, x: Tensor) -> Operand:
-        return Operand(*self.prepared.quantize(x), x.shape[0])
+        return Operand(self.prepared.quantize(x), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
-        f = self.prepared.inputs
-        codes, meta, summed = rms_norm_quantize(
-            x, residual, weight, eps, f.perm, f.block_bits, f.clip, f.hadamard, self.prepared.layout, f.share, f.unit
-        )
-        return Operand(codes, meta, x.shape[0]), x if residual is None else summed
+        tensors, summed = self.prepared.quantize_norm(x, residual, weight, eps)
+        return Operand(tensors, x.shape[0]), x if residual is None else summed
 
     def take_silu_mul(self, gate_up: Tensor) -> Operand:
-        f = self.prepared.inputs
-        codes, meta = silu_mul_quantize(
-            gate_up, f.perm, f.block_bits, f.clip, f.hadamard, self.prepared.layout, f.share, f.unit
-        )
-        return Operand(codes, meta, gate_up.shape[0])
+        return Operand(self.prepared.quantize_silu_mul(gate_up), gate_up.shape[0])
 
     def multiply(self, operand: Operand) -> Tensor:
-        assert operand.scale is not None
-        return self.prepared.multiply(operand.values, operand.scale, operand.tokens, self.bias, self.dtype)
+        return self.prepared.multiply(operand.tensors, operand.tokens, self.bias, self.dtype)
 
     def tensors(self) -> list[Tensor]:
         weight = self.prepared.weight
@@ -182,7 +169,7 @@ class W4AxCanonical:
 
     def take(self, x: Tensor) -> Operand:
         f = self.inputs
-        return Operand(*quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit), x.shape[0])
+        return Operand(quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
         normed, _, summed = _norm(x, residual, weight, eps, False)
@@ -192,11 +179,9 @@ class W4AxCanonical:
         return self.take(torch.ops.comet.silu_mul(gate_up, False)[0])
 
     def multiply(self, operand: Operand) -> Tensor:
-        assert operand.scale is not None
+        codes, scale = operand.tensors
         bits = self.inputs.block_bits
-        return w4ax_gemm(
-            operand.values, operand.scale, self.qweight, self.w_scale, self.w_zero, bits, self.bias, self.dtype
-        )
+        return w4ax_gemm(codes, scale, self.qweight, self.w_scale, self.w_zero, bits, self.bias, self.dtype)
 
     def tensors(self) -> list[Tensor]:
         found = (self.qweight, self.w_scale, self.w_zero, self.bias, *vars(self.inputs).values())
@@ -227,7 +212,7 @@ class WeightOnlyLinear:
             x = to_blocks(x, self.perm).flatten(1)
         elif self.perm is not None:
             x = x[:, self.perm.long()]
-        return Operand(x, None, x.shape[0])
+        return Operand((x,), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
         normed, _, summed = _norm(x, residual, weight, eps, False)
@@ -237,7 +222,7 @@ class WeightOnlyLinear:
         return self.take(torch.ops.comet.silu_mul(gate_up, False)[0])
 
     def multiply(self, operand: Operand) -> Tensor:
-        x = operand.values
+        x = operand.tensors[0]
         if self.packed is not None and x.shape[0] <= INT4PACK_TOKENS:
             y = torch.ops.aten._weight_int4pack_mm(x, self.packed, 128, self.scale_and_minimum)
         else:

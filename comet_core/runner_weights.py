@@ -23,6 +23,7 @@ from comet_core.serving_scheme import Scheme
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat
+from comet_cuda.quantize_act import TOKEN
 
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -199,6 +200,8 @@ class RandomLinears:
         qweight = self.integers(256, rows, 64 * blocks)
         spread = torch.rand(rows, blocks, device=self.device, generator=self.generator)
         scale = ((0.5 + spread) * (WEIGHT_SPREAD / 4)).to(torch.bfloat16)
+        if self.share == TOKEN:  # each a small multiple of one number
+            scale = (6 + (7 * spread).floor()).to(torch.bfloat16) * 2.0**-11
         zero = self.integers(4, rows, blocks) + 6
         int8 = blocks - int(-(-blocks * self.scheme.int4_share // 1))  # blocks; INT4 ones have at least their share
         bits = torch.full((blocks,), 4, dtype=torch.uint8, device=self.device)

@@ -1,7 +1,8 @@
 """A packed linear on one GPU: its weights in that GPU's layout, and quantize_act -> w4ax_gemm on them.
 
 In: the canonical tensors of a packed linear, on a GPU. Out: a function of its input. Which layout, which kernel is
-decided once, here, by the compute capability (dispatch.py); everything after is two launches a call.
+decided once, here, by the compute capability (dispatch.py) and by the scales: integer ones (share TOKEN) have a GEMM of
+their own on sm_90. Everything after is two launches a call.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 
 from comet_cuda.dispatch import device_capability, family_of
+from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import quantize_act_tiled
+from comet_cuda.quantize_fused import rms_norm_quantize, silu_mul_quantize
+from comet_cuda.quantize_token import quantize_token, rms_norm_quantize_token, silu_mul_quantize_token
+from comet_cuda.w4ax_gemm_integer import IntegerWeight, prepare_weight_integer, w4ax_gemm_integer
 from comet_cuda.w4ax_gemm_sm80 import Sm80Weight, prepare_weight_sm80, w4ax_gemm_sm80
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, prepare_weight_sm90, w4ax_gemm_tiled
 
@@ -32,24 +37,50 @@ class PreparedLinear:
     """Weights in the layout of one GPU family, and the format of the activations that meet them."""
 
     layout: str  # of activations: "sm_90", "sm_80" or "portable"
-    weight: TiledWeight | Sm80Weight
+    weight: IntegerWeight | TiledWeight | Sm80Weight
     inputs: ActivationFormat
 
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: float [M, K] -> codes and meta in this layout."""
+    def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: float [M, K] -> what `multiply` reads: codes and meta, or codes, multiples and token_scale."""
         f = self.inputs
+        if isinstance(self.weight, IntegerWeight):
+            return quantize_token(x, f.perm, self.weight.int8_blocks, f.clip, f.hadamard)
         return quantize_act_tiled(x, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit)
 
-    def multiply(self, codes: Tensor, meta: Tensor, tokens: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def quantize_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`quantize` of RMSNorm(x + residual), and x + residual (empty without a residual)."""
+        f = self.inputs
+        if isinstance(self.weight, IntegerWeight):
+            int8_blocks = self.weight.int8_blocks
+            found = rms_norm_quantize_token(x, residual, weight, eps, f.perm, int8_blocks, f.clip, f.hadamard)
+            return found[:3], found[3]
+        codes, meta, summed = rms_norm_quantize(
+            x, residual, weight, eps, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit
+        )
+        return (codes, meta), summed
+
+    def quantize_silu_mul(self, gate_up: Tensor) -> tuple[Tensor, ...]:
+        """`quantize` of SiLU(gate) * up of [gate | up], float [M, 2K]."""
+        f = self.inputs
+        if isinstance(self.weight, IntegerWeight):
+            return silu_mul_quantize_token(gate_up, f.perm, self.weight.int8_blocks, f.clip, f.hadamard)
+        return silu_mul_quantize(gate_up, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit)
+
+    def multiply(self, operand: tuple[Tensor, ...], tokens: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What `quantize` (or a fused form of it) returned for M tokens -> dtype [M, N]."""
+        if isinstance(self.weight, IntegerWeight):
+            codes, multiples, token_scale = operand
+            return w4ax_gemm_integer(codes, multiples, token_scale, self.weight, tokens, bias, dtype)
+        codes, meta = operand
         if isinstance(self.weight, TiledWeight):
             return w4ax_gemm_tiled(codes, meta, self.weight, tokens, bias, dtype)
         return w4ax_gemm_sm80(codes, meta, self.weight, bias, dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: float [M, K] -> the same type [M, N]."""
-        codes, meta = self.quantize(x)
-        return self.multiply(codes, meta, x.shape[0], bias, x.dtype)
+        return self.multiply(self.quantize(x), x.shape[0], bias, x.dtype)
 
 
 def prepare_linear(
@@ -67,6 +98,9 @@ def prepare_linear(
         CometError for a GPU older than compute capability 8.0.
     """
     layout = layout or family_of(device_capability(qweight.get_device())).name
+    if layout == "sm_90" and inputs.share == TOKEN:
+        integer = prepare_weight_integer(qweight, w_scale, w_zero, inputs.block_bits)
+        return PreparedLinear(layout, integer, inputs)
     if layout == "sm_90":
         sm90 = prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits, inputs.share)
         return PreparedLinear(layout, sm90, inputs)

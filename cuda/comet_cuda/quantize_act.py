@@ -17,6 +17,7 @@ from comet_cuda.errors import CometError
 from comet_cuda.library import define_op
 
 CPU_ROWS = 512  # rows a CPU quantizes at once
+TOKEN = 0  # as a share: all scales of a token are integer multiples of one number (quantize_token_ref.py)
 QUAD = 4  # neighbouring blocks that may share a scale up to powers of two
 QUAD_ROUNDING = 2**0.4  # which power of two is nearest: a scale up to 2^0.4 too small (clips) to 2^0.6 too large
 QUAD_EXPONENTS = (-2, 13)  # of e, so that q * 2^(4 - e) is an e4m3 number for every |q| <= 7
@@ -38,6 +39,11 @@ def hadamard_blocks(x: Tensor) -> Tensor:
         torch.sub(low, high, out=result[..., 1, :])
         x = result.view(x.shape)
     return x * HADAMARD_NORM
+
+
+def int8_group(block: int) -> int:
+    """With share TOKEN, INT8 blocks come in groups of 1, 2, 4, ... blocks with one multiple: the group of a block."""
+    return (block + 1).bit_length() - 1
 
 
 def to_blocks(x: Tensor, perm: Tensor | None) -> Tensor:

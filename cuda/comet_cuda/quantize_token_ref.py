@@ -15,10 +15,10 @@ that pad the last atom have any codes, words 0 and a finite scale.
 import torch
 from torch import Tensor
 
-from comet_cuda.affine import BLOCK, num_blocks, symmetric_qmax
+from comet_cuda.affine import num_blocks, symmetric_qmax
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import hadamard_blocks, to_blocks
-from comet_cuda.weight_layout import ATOM, ATOM_BYTES, token_atoms
+from comet_cuda.weight_layout import ATOM, ATOM_BYTES, tile_activations_integer_sm90, token_atoms
 
 MOST_CHANNELS = 49152  # sums of products with weights of up to 127 stay below 2^31
 MOST_INT4 = 18  # multiple of an INT4 block
@@ -96,24 +96,6 @@ def quantize_by_token(
     return torch.minimum(torch.maximum(codes, -bound), bound).to(torch.int8), scale, multiple
 
 
-def tile_tokens(codes: Tensor, scale: Tensor, multiple: Tensor, int8_blocks: int) -> TokenOperand:
-    """Canonical codes [M, NB, 128], S [M] and m [M, NB] -> the tiled operand; padding tokens are zeros of scale 1."""
-    tokens, blocks, _ = codes.shape
-    atoms = token_atoms(tokens)
-    padded = codes.new_zeros(atoms * ATOM, blocks, BLOCK)
-    padded[:tokens] = codes
-    padded[:tokens, int8_blocks:] *= multiple[:, int8_blocks:, None].to(torch.int8)
-    at = torch.arange(ATOM_BYTES, device=codes.device)
-    by_atom = padded.view(torch.uint8).unflatten(0, (atoms, ATOM)).permute(2, 0, 1, 3)
-    exponent = torch.frexp(multiple[:, :int8_blocks]).exponent - 1
-    words = torch.zeros(atoms * ATOM, max(int8_blocks, 1), dtype=torch.int32, device=codes.device)
-    words[:tokens, :int8_blocks] = exponent | (exponent - torch.nn.functional.pad(exponent, (0, 1))[:, 1:]) << 8
-    token_scale = torch.ones(atoms * ATOM, device=codes.device)
-    token_scale[:tokens] = scale
-    swizzled = by_atom.reshape(blocks, atoms, ATOM_BYTES)[:, :, at ^ (at // BLOCK * 16)].contiguous()
-    return swizzled, words.T.reshape(-1, atoms, ATOM).contiguous(), token_scale
-
-
 def quantize_token_ref(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
     """Quantize activations with one scale a token and integer multiples of it, and tile them.
 
@@ -126,7 +108,8 @@ def quantize_token_ref(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: T
         codes, multiples and token_scale (see the module).
     """
     check_blocks(x.shape[1], int8_blocks)
-    return tile_tokens(*quantize_by_token(x, perm, int8_blocks, clip, hadamard), int8_blocks)
+    codes, scale, multiple = quantize_by_token(x, perm, int8_blocks, clip, hadamard)
+    return tile_activations_integer_sm90(codes, multiple, scale, int8_blocks)
 
 
 def rms_norm_quantize_token_ref(

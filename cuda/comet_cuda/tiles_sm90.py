@@ -6,8 +6,10 @@ In: a problem's size. Out: `Tiles` from tiles_sm90.json, a table that cuda/tools
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -118,7 +120,7 @@ class Tiles:
 class Plan:
     """How one problem shape is launched."""
 
-    tiles: Tiles
+    tiles: "Dealt"
     ctas: int
     schedule: tuple[int, ...]  # struct Schedule of comet/tile_schedule.cuh, in its order
     partial_floats: int  # workspace
@@ -136,18 +138,40 @@ def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1, sm_count: 
 
     A row with `min_fill` is for whole tiles, which must keep at least so many percent of the multiprocessors' time.
     """
-    size = {"max_tokens": tokens, "max_rows": rows, "max_blocks": blocks, "max_weights": rows * blocks * BLOCK}
     for row in tile_table():
-        if row.get("share", 1) not in (1, share) or any(row.get(name, value) < value for name, value in size.items()):
-            continue
         tiles = Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
-        count = make_plan(tiles, tokens, rows, blocks, sm_count).schedule[1]  # output tiles
-        if 100 * count >= row.get("min_fill", 0) * -(-count // sm_count) * sm_count:
+        plan = make_plan(tiles, tokens, rows, blocks, sm_count)
+        if row.get("share", 1) in (1, share) and fits(row, tokens, rows, blocks, plan, sm_count):
             return tiles
     raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
 
 
-def make_plan(tiles: Tiles, tokens: int, rows: int, blocks: int, sm_count: int) -> Plan:
+def fits(row: Mapping[str, int], tokens: int, rows: int, blocks: int, plan: "Plan", sm_count: int) -> bool:
+    """Do a table row's limits hold for a problem, and do its tiles, `plan`'s, keep its `min_fill`?"""
+    size = {"max_tokens": tokens, "max_rows": rows, "max_blocks": blocks, "max_weights": rows * blocks * BLOCK}
+    count = plan.schedule[1]  # output tiles
+    filled = 100 * count >= row.get("min_fill", 0) * -(-count // sm_count) * sm_count
+    return filled and all(row.get(name, value) >= value for name, value in size.items())
+
+
+class Dealt(Protocol):
+    """What dealing tiles to clusters needs to know of them."""
+
+    @property
+    def row_wgs(self) -> int: ...
+    @property
+    def row_tiles(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def band(self) -> int: ...
+
+
+def make_plan(tiles: Dealt, tokens: int, rows: int, blocks: int, sm_count: int) -> Plan:
     """Deal the output tiles to clusters; see comet/tile_schedule.cuh."""
     row_groups = -(-rows // (ROW_TILE * tiles.row_wgs * tiles.row_tiles * tiles.cluster))
     count = row_groups * -(-tokens // tiles.tile_tokens)

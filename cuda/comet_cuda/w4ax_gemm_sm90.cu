@@ -15,10 +15,10 @@
 // exact integers. With 1, the part with z is one more matrix product over blocks, (-z sw) x (sx sum), in bf16 halves
 // (three of the four products; relative error 2^-17), on the tensor cores: for large tiles float32 instructions and the
 // width of shared memory are the limits. An otherwise idle warp prepares its activations' part.
+#include "comet/gemm_sm90.cuh"
 #include "comet/gemm_consumer_sm90.cuh"
 #include "comet/gemm_output_sm90.cuh"
 #include "comet/gemm_producers_sm90.cuh"
-#include "comet/gemm_sm90.cuh"
 
 using namespace comet;
 

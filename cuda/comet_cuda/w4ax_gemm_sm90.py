@@ -75,7 +75,7 @@ def prepare_weight_sm90(
         raise CometError(f"share is {share}", f"activation scales belong to one block (1) or are shared by {QUAD}")
     records = tile_weight_sm90(qweight, w_scale, w_zero, block_bits)
     if records.is_cuda:
-        _workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
+        workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
     return TiledWeight(records, zero_terms_sm90(w_scale, w_zero), w_scale.shape[0], int8_mask_words(block_bits), share)
 
 
@@ -95,7 +95,7 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 _FOR_GRAPHS = -1  # key of the workspace that captured launches use; graphs of one device must not run at the same time
 
 
-def _workspace(device: int, for_graphs: bool = False) -> Workspace:
+def workspace(device: int, for_graphs: bool = False) -> Workspace:
     """The workspace of the current stream; launches of one stream follow each other and share it."""
     stream = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined,unused-ignore]
     if for_graphs or torch.cuda.is_current_stream_capturing():
@@ -107,7 +107,7 @@ def _workspace(device: int, for_graphs: bool = False) -> Workspace:
 
 
 @functools.cache
-def _sm_count(device: int) -> int:
+def sm_count(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -142,12 +142,12 @@ def _call(
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
     chosen, has_zero = (
-        tiles or choose_tiles(tokens, rows, blocks, share, _sm_count(device)),
+        tiles or choose_tiles(tokens, rows, blocks, share, sm_count(device)),
         record == record_bytes(True),
     )
     if chosen.share not in (1, share):
         raise CometError(f"{chosen} needs scales that are shared by {chosen.share} blocks", "prepare with this share")
-    plan = make_plan(chosen, tokens, rows, blocks, _sm_count(device))
+    plan = make_plan(chosen, tokens, rows, blocks, sm_count(device))
     if plan.partial_floats > Workspace.FLOATS or plan.flags > Workspace.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     padded = int8_mask + (0,) * (MASK_WORDS - len(int8_mask))
@@ -249,7 +249,7 @@ def launch(
         x_meta.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        *_workspace(device).addresses,
+        *workspace(device).addresses,
     )
     call.kernel.launch_on(device, call.ctas, call.threads, (pointers + call.numbers,), call.shared_bytes, pdl)
     return y

@@ -8,9 +8,9 @@
 // Compile-time: what w4ax_gemm_sm90.cu takes, but for BATCH; TOKEN_TILES and SHARE. ZERO_PRODUCT, ROW_TILES and CLUSTER
 // must be 1.
 #define UNITS 1
+#include "comet/gemm_sm90.cuh"
 #include "comet/gemm_output_sm90.cuh"
 #include "comet/gemm_producers_sm90.cuh"
-#include "comet/gemm_sm90.cuh"
 #include "comet/gemm_unit_consumer_sm90.cuh"
 #include "comet/gemm_units_sm90.cuh"
 

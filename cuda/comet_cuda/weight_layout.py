@@ -195,6 +195,113 @@ def tile_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, bl
     return torch.cat(parts, dim=-1).contiguous()
 
 
+def row_bases(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
+    """Of each row the largest number of which all its scales are integer multiples: float32 [N].
+
+    Args:
+        w_scale: bfloat16 [N, NB], positive; w_zero: uint8 [N, NB] or None (8). With m the multiple of a scale,
+            m * max(zero, 15 - zero) is at most 127, so m at most 15.
+
+    Raises CometError, naming the row, where there is no such number.
+    """
+    scale, least = w_scale.float(), w_scale.float().amin(1)
+    reach = torch.full_like(scale, SYMMETRIC_ZERO) if w_zero is None else torch.maximum(w_zero, 15 - w_zero).float()
+    base = torch.zeros_like(least)
+    for divisor in range(15, 0, -1):  # so that the largest one stays
+        candidate = (least / divisor).to(torch.bfloat16).float()
+        multiple = (scale / candidate[:, None]).round()
+        good = (multiple * candidate[:, None] == scale) & (multiple * reach <= 127)
+        base = torch.where(good.all(1), candidate, base)
+    if not bool((base > 0).all()):
+        row = int((base <= 0).nonzero()[0])
+        raise CometError(
+            f"row {row}: its {scale.shape[1]} scales, {least[row].item():.4g} to {scale[row].max().item():.4g}, are not"
+            " integer multiples of one number",
+            "pack with activations.share: token, which chooses such scales",
+        )
+    return base
+
+
+def tile_weight_integer_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, base: Tensor) -> Tensor:
+    """Canonical 4-bit weights with integer scales -> records of the GEMM for them: uint8 [R, NB, 4224].
+
+    A record's last 128 bytes are two a row, in the order of `tile_weight_sm90`'s scales: the multiple m of the row's
+    base, and 128 - m * zero. So m * code + (128 - m * zero), its top bit flipped, is the INT8 weight m * (code - zero).
+
+    Args:
+        qweight, w_scale, w_zero: as in `tile_weight_sm90`; base: float [N], w_scale[n, g] = base[n] * m.
+
+    Raises CometError where a scale is no such multiple, or a weight would not fit 8 bits.
+    """
+    multiple = (w_scale.float() / base.float()[:, None]).round()
+    zero = torch.full_like(multiple, SYMMETRIC_ZERO) if w_zero is None else w_zero.float()
+    wrong = (multiple * base.float()[:, None] != w_scale.float()) | (multiple < 1)
+    wrong |= multiple * torch.maximum(zero, 15 - zero) > 127
+    if bool(wrong.any()):
+        row, group = wrong.nonzero()[0].tolist()
+        raise CometError(
+            f"w_scale[{row}, {group}] is {w_scale[row, group].item()} with a base of {base[row].item()}",
+            "scales must be a row's base times an integer m, m * max(zero, 15 - zero) at most 127",
+        )
+    records = tile_weight_sm90(qweight, w_scale, None, torch.full((w_scale.shape[1],), 8, dtype=torch.uint8))
+    pairs = torch.stack((multiple, 128 - multiple * zero), dim=-1).to(torch.uint8)  # [N, NB, 2]
+    pairs = torch.nn.functional.pad(pairs, (0, 0, 0, 0, 0, -pairs.shape[0] % ROW_TILE))
+    pairs[w_scale.shape[0] :, :, 1] = 128
+    records[..., NIBBLE_BYTES:] = _row_order(pairs).flatten(1, 3).transpose(1, 2).flatten(2)
+    return records
+
+
+def untile_weight_integer_sm90(records: Tensor, rows: int) -> Tensor:
+    """The INT8 weights m * (code - zero) of records of `tile_weight_integer_sm90`: int8 [N, NB, 128]."""
+    blocks = records.shape[1]
+    qweight, _, _ = untile_weight_sm90(records, rows, torch.full((blocks,), 8, dtype=torch.uint8))
+    flat = records[..., NIBBLE_BYTES:].unflatten(2, (ROW_TILE, 2)).transpose(1, 2).unflatten(1, (4, 8, 2))
+    pairs = _row_order_inverse(flat)[:rows].int()
+    return (unpack_nibbles(qweight).view(rows, blocks, BLOCK) * pairs[..., :1] + pairs[..., 1:] - 128).to(torch.int8)
+
+
+def tile_activations_integer_sm90(
+    codes: Tensor, multiple: Tensor, token_scale: Tensor, int8_blocks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Canonical activations with integer scales -> what the GEMM for them reads; the reference of quantize_token.
+
+    Args:
+        codes: int8 [M, NB, 128]; multiple: int [M, NB] and token_scale: float32 [M], their product is the scale.
+        int8_blocks: how many of the first blocks have 8 bits; their multiples are powers of two that do
+            not grow, equal within a group (quantize_act.int8_group).
+
+    Returns:
+        uint8 [NB, A, 1024], swizzled atoms of bytes code * multiple (INT4 blocks) or code (INT8 blocks);
+        int32 [max(int8_blocks, 1), A, 8], of INT8 blocks: bits 0-7 the exponent e of the multiple 2^e, bits 8-15 by how
+        much it exceeds the next INT8 block's (e itself in the last one); float32 [A * 8]. Tokens that pad the last atom
+        have codes and words 0, scale 1.
+    """
+    tokens, blocks, _ = codes.shape
+    atoms = token_atoms(tokens)
+    data = codes.int()
+    data[:, int8_blocks:] *= multiple[:, int8_blocks:, None].int()
+    padded = torch.zeros(atoms * ATOM, blocks, BLOCK, dtype=torch.uint8, device=codes.device)
+    padded[:tokens] = data.to(torch.int8).view(torch.uint8)
+    natural = padded.unflatten(0, (atoms, ATOM)).permute(2, 0, 1, 3).reshape(blocks, atoms, ATOM_BYTES)
+    exponent = torch.frexp(multiple[:, :int8_blocks].float()).exponent - 1
+    words = torch.zeros(atoms * ATOM, max(int8_blocks, 1), dtype=torch.int32, device=codes.device)
+    following = torch.nn.functional.pad(exponent[:, 1:], (0, 1))
+    words[:tokens, :int8_blocks] = exponent | (exponent - following) << 8
+    scale = torch.ones(atoms * ATOM, dtype=torch.float32, device=codes.device)
+    scale[:tokens] = token_scale
+    return natural[:, :, _swizzle(codes.device)].contiguous(), words.T.reshape(-1, atoms, ATOM).contiguous(), scale
+
+
+def untile_activations_integer_sm90(tiled: Tensor, multiples: Tensor, tokens: int, int8_blocks: int) -> Tensor:
+    """code * multiple of every channel, int32 [M, NB, 128], of activations tiled by `tile_activations_integer_sm90`."""
+    blocks, atoms, _ = tiled.shape
+    natural = tiled[:, :, _swizzle(tiled.device)].view(torch.int8).view(blocks, atoms, ATOM, BLOCK)
+    data = natural.permute(1, 2, 0, 3).reshape(atoms * ATOM, blocks, BLOCK)[:tokens].int()
+    exponent = multiples.reshape(-1, atoms * ATOM).T[:tokens, :int8_blocks] & 255
+    data[:, :int8_blocks] <<= exponent[..., None]
+    return data
+
+
 def untile_weight_sm90(records: Tensor, rows: int, block_bits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inverse of `tile_weight_sm90`: qweight, w_scale, w_zero (None if the records hold none)."""
     tiles, blocks, size = records.shape

@@ -24,9 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from unit_variants import UNIT_TILES
+from integer_variants import IntegerProblem, integer_problems
+from unit_variants import candidates
 
+from comet_cuda import w4ax_gemm_integer as integer
 from comet_cuda import w4ax_gemm_sm90 as gemm
+from comet_cuda.quantize_act import TOKEN
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.weight_layout import (
@@ -177,7 +180,7 @@ def exactness() -> list[str]:
 
 
 def check() -> int:
-    problems = exactness()
+    problems = exactness() + [f"integer scales: {wrong}" for wrong in integer_problems(None)]
     mixed = (torch.rand(19, generator=torch.Generator().manual_seed(1)) < 0.4).to(torch.uint8) * 4 + 4
     mixes = {"all 4": block_bits_for(16, 1.0), "all 8": block_bits_for(16, 0.0), "84%": block_bits_for(25)}
     mixes["mixed"] = mixed
@@ -236,48 +239,49 @@ class Problem:
             return float("inf")
         return median_microseconds([self.launcher(records, tiles, pdl) for records in self.sets])
 
-    def time_cublas(self) -> float:
-        x = torch.randn(self.m, self.k, dtype=torch.bfloat16, device="cuda")
-        w = torch.randn(self.n, self.k, dtype=torch.bfloat16, device="cuda")
-        sets = [w, *(w.clone() for _ in range(copies_for_cold_l2(2 * w.numel()) - 1))]
-        return median_microseconds([(lambda w=each: torch.nn.functional.linear(x, w)) for each in sets])  # type: ignore[misc]
 
-    def bound_us(self) -> float:
-        """The larger of bytes over the memory rate and operations over the tensor-core rate."""
-        return 1e6 * max(self.bytes / PEAK_BYTES, 2.0 * self.m * self.n * self.k / PEAK_OPS)
+def time_cublas(m: int, n: int, k: int) -> float:
+    """Microseconds of bf16 cuBLAS."""
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    w = torch.randn(n, k, dtype=torch.bfloat16, device="cuda")
+    sets = [w, *(w.clone() for _ in range(copies_for_cold_l2(2 * w.numel()) - 1))]
+    return median_microseconds([(lambda w=each: torch.nn.functional.linear(x, w)) for each in sets])  # type: ignore[misc]
 
 
-def candidates(m: int, share: int = 1) -> list[Tiles]:
-    """What tune tries for a batch, when no variants are given."""
-    if m > 64:
-        return [Tiles(128, cluster=2), *(tiles for tiles in UNIT_TILES if tiles.share <= share)]
-    if m > 32:
-        return [Tiles(64, stages=12, batch=batch) for batch in (2, 4)] + [Tiles(64, row_tiles=2, stages=8, batch=2)]
-    n, few = (8 if m <= 8 else 16 if m <= 16 else 32), m > 16
-    return [
-        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=2),
-        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=4),
-        Tiles(n, row_wgs=3, stages=10 if few else 13, batch=2),
-        Tiles(n, row_tiles=2, stages=8 if few else 10, batch=2, flight=4),
-    ]
+def problem_of(m: int, n: int, k: int, share: int) -> Problem | IntegerProblem:
+    """A random problem with the usual share of INT4 blocks."""
+    if share != TOKEN:
+        return Problem(m, n, k, share=share)
+    return IntegerProblem(m, n, k, int((block_bits_for(-(-k // 128)) == 8).sum()))
 
 
-def parse_variants(text: str) -> list[Tiles]:
-    """Such as tokens=64,cluster=2;tokens=32 -> two Tiles."""
-    return [Tiles(**{k: int(v) for k, v in (item.split("=") for item in part.split(","))}) for part in text.split(";")]
+def bound_us(problem: Problem | IntegerProblem, k: int) -> float:
+    """The larger of bytes over the memory rate and operations over the tensor-core rate."""
+    return 1e6 * max(problem.bytes / PEAK_BYTES, 2.0 * problem.m * problem.n * k / PEAK_OPS)
 
 
-def short(tiles: Tiles) -> str:
+def parse_variants(text: str, share: int) -> list[Any]:
+    """Such as tokens=64,cluster=2;tokens=32 -> two Tiles, or IntegerTiles."""
+    kind: Any = integer.IntegerTiles if share == TOKEN else Tiles
+    return [kind(**{k: int(v) for k, v in (item.split("=") for item in part.split(","))}) for part in text.split(";")]
+
+
+def short(tiles: Any) -> str:
+    if isinstance(tiles, integer.IntegerTiles):
+        text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} c{tiles.cluster} s{tiles.stages}"
+        return text + f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}" + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"
     text += " zp" * tiles.zero_product + f" t{tiles.token_tiles} share {tiles.share}" * tiles.units
     return text + " whole" * (not tiles.stream)
 
 
-def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:
+def compile_all(variants: Iterable[Any], verbose: bool = False) -> None:
     """Compile in parallel, and say what spills."""
 
-    def build(tiles: Tiles) -> str:
+    def build(tiles: Any) -> str:
+        if isinstance(tiles, integer.IntegerTiles):
+            return f"{short(tiles):32s} {tiles.kernel(torch.bfloat16).resources}, shared {tiles.shared_bytes}"
         resources = tiles.kernel(True, torch.bfloat16).resources
         return f"{short(tiles):32s} {resources}, shared {tiles.shared_bytes(True)}, consumer {tiles.consumer_registers}"
 
@@ -287,13 +291,13 @@ def compile_all(variants: Iterable[Tiles], verbose: bool = False) -> None:
                 print(line)
 
 
-def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Tiles], pdl: bool, share: int) -> None:
+def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Any], pdl: bool, share: int) -> None:
     compile_all(tiles for m in batches for tiles in (given or candidates(m, share)))
     for m in batches:
-        totals: dict[Tiles, list[float]] = {}
+        totals: dict[Any, list[float]] = {}
         for n, k in shapes:
-            problem = Problem(m, n, k, share=share)
-            base, bound = problem.time_cublas(), problem.bound_us()
+            problem = problem_of(m, n, k, share)
+            base, bound = time_cublas(m, n, k), bound_us(problem, k)
             print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x)")
             for tiles in given or candidates(m, share):
                 us = problem.time(tiles, pdl)
@@ -326,17 +330,20 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
     for m in batches:
         ratios = []
         for n, k in shapes:
-            problem = Problem(m, n, k, share=share)
-            base, us, bound = problem.time_cublas(), problem.time(None, pdl), problem.bound_us()
+            problem = problem_of(m, n, k, share)
+            base, us, bound = time_cublas(m, n, k), problem.time(None, pdl), bound_us(problem, k)
             ratios.append(base / us)
-            tiles = gemm.choose_tiles(m, n, len(problem.bits), share)
+            tiles: Any = integer.choose_integer_tiles(m, n, len(problem.bits))
+            if share != TOKEN:
+                tiles = gemm.choose_tiles(m, n, len(problem.bits), share)
+            source = integer.SOURCE if share == TOKEN else tiles.source
             print(f"m={m} {n}x{k}: {us:.2f} us, cuBLAS {base:.2f}, {base / us:.2f}x, {bound / us:.1%}  {short(tiles)}")
             lines.append(
                 {
                     "kind": "bench",
                     "op": "w4ax_gemm",
                     "arch": "sm_90a",
-                    "path": Path(tiles.source).stem + ("" if pdl else " without dependent launch"),
+                    "path": Path(source).stem + ("" if pdl else " without dependent launch"),
                     "m": m,
                     "n": n,
                     "k": k,
@@ -367,14 +374,16 @@ def main() -> None:
     parser.add_argument("--shapes", default="")
     parser.add_argument("--variants", default="")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--share", type=int, default=1, choices=(1, 4), help="4: activation scales shared in quads")
+    parser.add_argument(
+        "--share", type=int, default=1, choices=(1, 4, TOKEN), help="4: scales shared in quads; 0: integer scales"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(m) for m in args.m.split(",")]
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",") if s] or list(SHAPES)
-    given = parse_variants(args.variants) if args.variants else []
+    given = parse_variants(args.variants, args.share) if args.variants else []
     if args.verb == "compile":
-        compile_all([t for m in batches for t in (given or candidates(m))], verbose=True)
+        compile_all([t for m in batches for t in (given or candidates(m, args.share))], verbose=True)
         return
     torch.manual_seed(0)
     if args.verb == "check":

@@ -1,13 +1,16 @@
-"""The variants of w4ax_gemm_units_sm90.cu that tuning tries for many tokens, and what must hold before one is used."""
+"""The variants of the sm_90a GEMMs that tuning tries, and what must hold before one with units is used."""
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from integer_variants import integer_candidates
 
+from comet_cuda.quantize_act import TOKEN
 from comet_cuda.tiles_sm90 import Tiles
 
 UNIT_TILES = [  # of w4ax_gemm_units_sm90.cu, tried for many tokens
@@ -16,6 +19,23 @@ UNIT_TILES = [  # of w4ax_gemm_units_sm90.cu, tried for many tokens
     for tokens, number, stages in ((64, 2, 6), (64, 4, 4), (32, 2, 10))
     for stream in (0, 1)
 ]
+
+
+def candidates(m: int, share: int = 1) -> list[Any]:
+    """What tune tries for a batch, when no variants are given."""
+    if share == TOKEN:
+        return integer_candidates(m)
+    if m > 64:
+        return [Tiles(128, cluster=2), *(tiles for tiles in UNIT_TILES if tiles.share <= share)]
+    if m > 32:
+        return [Tiles(64, stages=12, batch=batch) for batch in (2, 4)] + [Tiles(64, row_tiles=2, stages=8, batch=2)]
+    n, few = (8 if m <= 8 else 16 if m <= 16 else 32), m > 16
+    return [
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=2),
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=4),
+        Tiles(n, row_wgs=3, stages=10 if few else 13, batch=2),
+        Tiles(n, row_tiles=2, stages=8 if few else 10, batch=2, flight=4),
+    ]
 
 
 def unit_problems(tiles: Tiles) -> Iterable[str]:

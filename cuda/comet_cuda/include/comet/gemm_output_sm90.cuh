@@ -1,7 +1,6 @@
-// Results of the sm_90a GEMM: stores to y, and partial sums exchanged between clusters.
+// Results of the sm_90a GEMMs: stores to y, and partial sums exchanged between clusters. Included after the sizes.
 #pragma once
 
-#include "comet/gemm_sm90.cuh"
 #include "comet/pipeline.cuh"
 
 namespace comet {
@@ -71,6 +70,7 @@ __device__ __forceinline__ void store(
 #endif
 }
 
+#ifdef ROW_TILES
 // Partial sums of a tile that several clusters share: f32 in the workspace, a flag for each warpgroup.
 struct Exchange {
     static constexpr int kVectors = ROW_TILES * kResults / 4;
@@ -128,5 +128,6 @@ struct Exchange {
         }
     }
 };
+#endif
 
 }  // namespace comet

@@ -1,6 +1,6 @@
 // wgmma of one 128-channel block: D[64 rows x TOKENS] = sum of four k32 steps, A from registers, B from shared memory.
 //
-// TOKENS (a preprocessor definition, a multiple of 8 up to 192) sets the shape; a thread holds TOKENS / 2 results, four
+// TOKENS (a preprocessor definition, 8, 16, 24, 32 or a multiple of 16 up to 256) sets the shape; a thread holds TOKENS / 2 results, four
 // of every 8 tokens: (row g, tokens 2t, 2t + 1), (row g + 8, the same tokens). The register list of the instruction must
 // be spelled out; a group of four registers is one macro, empty beyond TOKENS. Operands are numbered results first,
 // then A, the descriptor and the flag; A must be plain inputs, since copies between two wgmma would serialize them.
@@ -178,16 +178,75 @@ namespace comet {
 #define COMET_NAMES_23
 #define COMET_GROUP_23(C)
 #endif
+#if TOKENS >= 200
+#define COMET_NAMES_24 ", %96, %97, %98, %99"
+#define COMET_GROUP_24(C) , C(d[96]), C(d[97]), C(d[98]), C(d[99])
+#else
+#define COMET_NAMES_24
+#define COMET_GROUP_24(C)
+#endif
+#if TOKENS >= 208
+#define COMET_NAMES_25 ", %100, %101, %102, %103"
+#define COMET_GROUP_25(C) , C(d[100]), C(d[101]), C(d[102]), C(d[103])
+#else
+#define COMET_NAMES_25
+#define COMET_GROUP_25(C)
+#endif
+#if TOKENS >= 216
+#define COMET_NAMES_26 ", %104, %105, %106, %107"
+#define COMET_GROUP_26(C) , C(d[104]), C(d[105]), C(d[106]), C(d[107])
+#else
+#define COMET_NAMES_26
+#define COMET_GROUP_26(C)
+#endif
+#if TOKENS >= 224
+#define COMET_NAMES_27 ", %108, %109, %110, %111"
+#define COMET_GROUP_27(C) , C(d[108]), C(d[109]), C(d[110]), C(d[111])
+#else
+#define COMET_NAMES_27
+#define COMET_GROUP_27(C)
+#endif
+#if TOKENS >= 232
+#define COMET_NAMES_28 ", %112, %113, %114, %115"
+#define COMET_GROUP_28(C) , C(d[112]), C(d[113]), C(d[114]), C(d[115])
+#else
+#define COMET_NAMES_28
+#define COMET_GROUP_28(C)
+#endif
+#if TOKENS >= 240
+#define COMET_NAMES_29 ", %116, %117, %118, %119"
+#define COMET_GROUP_29(C) , C(d[116]), C(d[117]), C(d[118]), C(d[119])
+#else
+#define COMET_NAMES_29
+#define COMET_GROUP_29(C)
+#endif
+#if TOKENS >= 248
+#define COMET_NAMES_30 ", %120, %121, %122, %123"
+#define COMET_GROUP_30(C) , C(d[120]), C(d[121]), C(d[122]), C(d[123])
+#else
+#define COMET_NAMES_30
+#define COMET_GROUP_30(C)
+#endif
+#if TOKENS >= 256
+#define COMET_NAMES_31 ", %124, %125, %126, %127"
+#define COMET_GROUP_31(C) , C(d[124]), C(d[125]), C(d[126]), C(d[127])
+#else
+#define COMET_NAMES_31
+#define COMET_GROUP_31(C)
+#endif
 #define COMET_NAMES \
     COMET_NAMES_0 COMET_NAMES_1 COMET_NAMES_2 COMET_NAMES_3 COMET_NAMES_4 COMET_NAMES_5 COMET_NAMES_6 \
     COMET_NAMES_7 COMET_NAMES_8 COMET_NAMES_9 COMET_NAMES_10 COMET_NAMES_11 COMET_NAMES_12 COMET_NAMES_13 \
     COMET_NAMES_14 COMET_NAMES_15 COMET_NAMES_16 COMET_NAMES_17 COMET_NAMES_18 COMET_NAMES_19 COMET_NAMES_20 \
-    COMET_NAMES_21 COMET_NAMES_22 COMET_NAMES_23
+    COMET_NAMES_21 COMET_NAMES_22 COMET_NAMES_23 COMET_NAMES_24 COMET_NAMES_25 COMET_NAMES_26 COMET_NAMES_27 \
+    COMET_NAMES_28 COMET_NAMES_29 COMET_NAMES_30 COMET_NAMES_31
 #define COMET_RESULTS(C) \
     COMET_GROUP_0(C) COMET_GROUP_1(C) COMET_GROUP_2(C) COMET_GROUP_3(C) COMET_GROUP_4(C) COMET_GROUP_5(C) \
     COMET_GROUP_6(C) COMET_GROUP_7(C) COMET_GROUP_8(C) COMET_GROUP_9(C) COMET_GROUP_10(C) COMET_GROUP_11(C) \
     COMET_GROUP_12(C) COMET_GROUP_13(C) COMET_GROUP_14(C) COMET_GROUP_15(C) COMET_GROUP_16(C) COMET_GROUP_17(C) \
-    COMET_GROUP_18(C) COMET_GROUP_19(C) COMET_GROUP_20(C) COMET_GROUP_21(C) COMET_GROUP_22(C) COMET_GROUP_23(C)
+    COMET_GROUP_18(C) COMET_GROUP_19(C) COMET_GROUP_20(C) COMET_GROUP_21(C) COMET_GROUP_22(C) COMET_GROUP_23(C) \
+    COMET_GROUP_24(C) COMET_GROUP_25(C) COMET_GROUP_26(C) COMET_GROUP_27(C) COMET_GROUP_28(C) COMET_GROUP_29(C) \
+    COMET_GROUP_30(C) COMET_GROUP_31(C)
 #if TOKENS == 8
 #define COMET_OPERANDS "{%4, %5, %6, %7}, %8, p"
 #define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
@@ -230,6 +289,18 @@ namespace comet {
 #elif TOKENS == 192
 #define COMET_OPERANDS "{%96, %97, %98, %99}, %100, p"
 #define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %101, 0;\n"
+#elif TOKENS == 208
+#define COMET_OPERANDS "{%104, %105, %106, %107}, %108, p"
+#define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %109, 0;\n"
+#elif TOKENS == 224
+#define COMET_OPERANDS "{%112, %113, %114, %115}, %116, p"
+#define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %117, 0;\n"
+#elif TOKENS == 240
+#define COMET_OPERANDS "{%120, %121, %122, %123}, %124, p"
+#define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %125, 0;\n"
+#elif TOKENS == 256
+#define COMET_OPERANDS "{%128, %129, %130, %131}, %132, p"
+#define COMET_ACCUMULATE "{.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
 #else
 #error "INT8 wgmma has n = 8, 16, 24 and multiples of 16"
 #endif
@@ -274,6 +345,17 @@ __device__ __forceinline__ void wgmma_k32(
             "}, " COMET_OPERANDS ", 1, 1;\n}\n"
             : COMET_RESULTS(COMET_RESULT)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// D = A * B (accumulate = 0) or D += A * B for 32 channels, s8 x s8 -> s32.
+__device__ __forceinline__ void wgmma_k32_s8(
+    unsigned (&d)[TOKENS / 2], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        COMET_ACCUMULATE
+        "wgmma.mma_async.sync.aligned.m64n" COMET_TEXT(TOKENS) "k32.s32.s8.s8 {" COMET_NAMES
+        "}, " COMET_OPERANDS ";\n}\n"
+        : COMET_RESULTS(COMET_RESULT)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
 // D = A * B (accumulate = 0) or D += A * B for 16 bf16 values along K.

@@ -1,0 +1,418 @@
+// w4ax_gemm for Hopper where scales are integer multiples: the sums stay in the tensor cores' int32 over all of K.
+//
+// A weight is base[row] * m * (q - z), an INT4 activation scale[token] * (its multiple times its code, which quantize
+// stored), an INT8 one scale[token] * 2^e * code. So a product is scale * base * integer, and wgmma s8 x s8 adds up blocks
+// without any work in between. INT8 blocks come first, in groups of 1, 2, 4, ... with one e a token: between groups sums are
+// shifted by what e falls, and at last to S (quantize_act.py has the bounds that keep all this within 32 bits). Nibbles become m * (q - z) on the way to wgmma's A registers.
+//
+// One producer warpgroup copies tiles into a ring of stages; ROW_WGS consumer warpgroups have 64 rows each and TOKEN_TILES
+// products of TOKENS tokens. Tiles are dealt as tile_schedule.cuh says; partial sums are integers, so their order is free.
+#include "comet/gemm_integer.cuh"
+#include "comet/gemm_output_sm90.cuh"
+#include "comet/pipeline.cuh"
+#include "comet/wgmma.cuh"
+
+namespace comet {
+
+// The ring of stages, as one thread or warpgroup walks it.
+struct Place {
+    unsigned ring;
+    int stage;
+    unsigned parity;
+    __device__ __forceinline__ Place() {}
+    __device__ __forceinline__ Place(unsigned ring, unsigned parity) : ring(ring), stage(0), parity(parity) {}
+    __device__ __forceinline__ unsigned at() const { return ring + stage * kStageBytes; }
+    __device__ __forceinline__ unsigned full() const { return ring + kFullAt + 8 * stage; }
+    __device__ __forceinline__ unsigned empty() const { return ring + kEmptyAt + 8 * stage; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Two producer threads. The weights' one does not wait for the previous kernel, on which weights do not depend.
+__device__ __forceinline__ void produce_weights(
+    const Operands& operands, Place place, unsigned rank, int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
+    const unsigned long long policy = l2_evict_first();
+    const long long row_bytes = static_cast<long long>(schedule.blocks) * kRecord;
+    Segment segment;
+    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
+        int row_group, token_tile;
+        tile_place(schedule, segment.tile, row_group, token_tile);
+        const int first = (row_group * CLUSTER + rank) * ROW_WGS;
+        const int count = max(0, min(ROW_WGS, operands.row_tiles - first));
+        const unsigned char* from = operands.weight + first * row_bytes + static_cast<long long>(segment.first) * kRecord;
+        for (int block = segment.first; block < segment.last; ++block) {
+            mbarrier_wait(place.empty(), place.parity);
+            mbarrier_expect(place.full(), count * kRecord);
+#pragma unroll
+            for (int group = 0; group < ROW_WGS; ++group)
+                if (group < count)
+                    bulk_copy(place.at() + kRecordsAt + group * kRecord, from + group * row_bytes, kRecord, place.full(), policy);
+            from += kRecord;
+            place.advance();
+        }
+    }
+}
+
+__device__ __forceinline__ void copy_shared_by_cluster(
+    unsigned to, const void* from, unsigned bytes, unsigned barrier, unsigned long long policy) {
+    if (kCluster) bulk_copy_multicast(to, from, bytes, barrier, (1u << CLUSTER) - 1, policy);
+    else bulk_copy(to, from, bytes, barrier, policy);
+}
+
+__device__ __forceinline__ void produce_activations(
+    const Operands& operands, Place place, unsigned rank, int cluster, int clusters) {
+    const Schedule& schedule = operands.schedule;
+    const unsigned long long policy = l2_evict_last();
+    const int skipped = rank * kAtomShare;  // atoms of the tile that ctas before this one load
+    Segment segment;
+    wait_for_previous();
+    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
+        int row_group, token_tile;
+        tile_place(schedule, segment.tile, row_group, token_tile);
+        const int atoms = min(kTileAtoms, operands.atoms - token_tile * kTileAtoms);
+        const int mine = max(0, min(min(kAtomShare, kTileAtoms - skipped), atoms - skipped));
+        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kTileAtoms + skipped;
+        const unsigned char* codes = operands.codes + at * 1024;
+        const unsigned char* multiples = operands.multiples + at * 32;
+        for (int block = segment.first; block < segment.last; ++block) {
+            const bool eight = block < operands.int8_blocks;
+            mbarrier_wait(place.empty(), place.parity);
+            mbarrier_expect(place.full(), atoms * (eight ? 1024 + 32 : 1024));
+            if (mine > 0) {
+                copy_shared_by_cluster(place.at() + skipped * 1024, codes, mine * 1024, place.full(), policy);
+                if (eight)
+                    copy_shared_by_cluster(place.at() + kCodesBytes + skipped * 32, multiples, mine * 32, place.full(), policy);
+            }
+            codes += operands.atoms * 1024;
+            multiples += operands.atoms * 32;
+            place.advance();
+        }
+    }
+}
+
+// A consumer warpgroup's sums of a tile: acc[set][4 * atom + i], i: (row g, tokens 2t, 2t + 1), (row g + 8, the same).
+struct Consumer {
+    Place place;
+    unsigned record;  // the warpgroup's, in a stage
+    int thread;
+
+    __device__ __forceinline__ Consumer(unsigned ring, int warpgroup, int thread)
+        : place(ring, 0), record(kRecordsAt + warpgroup * kRecord), thread(thread) {}
+
+    // The rows' nibbles of the present stage, and their multiples and zero points.
+    struct Nibbles {
+        uint4 first, second;
+        unsigned factors;
+    };
+    __device__ __forceinline__ Nibbles fetch(const Place& from) const {
+        mbarrier_wait(from.full(), from.parity);
+        const unsigned at = from.at() + record;
+        return {load_shared_16(at + thread * 16), load_shared_16(at + thread * 16 + 2048),
+                load_shared_4(at + kNibbleBytes + (thread >> 2) * 4)};
+    }
+    // m * (q - z) of them, as wgmma's A: bytes hold m * q + (128 - m * z), then the top bit turns.
+    static __device__ __forceinline__ void expand(const Nibbles& n, unsigned (&a)[4][4]) {
+        const unsigned m0 = n.factors & 0xff, m1 = n.factors >> 16 & 0xff;
+        const unsigned c0 = __byte_perm(n.factors, 0, 0x1111), c1 = __byte_perm(n.factors, 0, 0x3333);
+        const unsigned words[8] = {n.first.x, n.first.y, n.first.z, n.first.w,
+                                   n.second.x, n.second.y, n.second.z, n.second.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            a[i / 2][i % 2 * 2] = ((words[i] & 0x0f0f0f0fu) * m0 + c0) ^ 0x80808080u;
+            a[i / 2][i % 2 * 2 + 1] = ((words[i] >> 4 & 0x0f0f0f0fu) * m1 + c1) ^ 0x80808080u;
+        }
+        pin(a);
+    }
+    __device__ __forceinline__ void load(unsigned (&a)[4][4]) const { expand(fetch(place), a); }
+
+    // Give a stage back, to every cta that writes into it.
+    __device__ __forceinline__ void release(unsigned barrier) const {
+        __syncwarp();
+        const int lane = thread & 31;
+        if (!kCluster && lane == 0) mbarrier_arrive(barrier);
+        if (kCluster && lane < CLUSTER) mbarrier_arrive_remote(barrier, lane);
+    }
+
+    // All products of the present stage, added up; leaves the stage.
+    __device__ __forceinline__ unsigned start(unsigned (&acc)[kSets][kResults], const unsigned (&a)[4][4]) {
+        const unsigned tile = __shfl_sync(0xffffffffu, place.at(), 0), barrier = place.empty();
+        wgmma_fence();
+        multiply(acc, a, tile);
+        wgmma_commit();
+        place.advance();
+        return barrier;
+    }
+    static __device__ __forceinline__ void multiply(
+        unsigned (&acc)[kSets][kResults], const unsigned (&a)[4][4], unsigned tile, int accumulate = 1) {
+#pragma unroll
+        for (int set = 0; set < kSets; ++set)
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const auto b = activation_descriptor(tile + set * (TOKENS * 128)) + 2 * step;
+                wgmma_k32_s8(acc[set], a[step], b, accumulate || step > 0);
+            }
+    }
+
+    // `count` blocks, at least 1: one is multiplied while the next one's nibbles become integers. Then the sums are shifted
+    // left by a byte of their tokens' words in the last stage: byte `byte`, or not at all if it is negative.
+    __device__ __forceinline__ void add_run(unsigned (&acc)[kSets][kResults], int count, int byte) {
+        unsigned even[4][4], odd[4][4];
+        load(even);
+        unsigned last = place.at(), used_even = start(acc, even), used_odd = used_even;
+        for (--count; count > 1; count -= 2) {
+            load(odd);
+            used_odd = start(acc, odd);
+            wait_but_one();
+            release(used_even);
+            load(even);
+            last = place.at();
+            used_even = start(acc, even);
+            wait_but_one();
+            release(used_odd);
+        }
+        if (count == 1) {
+            load(odd);
+            last = place.at();
+            used_odd = start(acc, odd);
+            wait_but_one();
+            release(used_even);
+            used_even = used_odd;
+        }
+        wait_all(acc);
+        if (byte >= 0) shift(acc, last, byte);
+        release(used_even);
+    }
+    static __device__ __forceinline__ void wait_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+    static __device__ __forceinline__ void wait_all(unsigned (&acc)[kSets][kResults]) {
+        wgmma_wait<0>(acc[0]);
+#pragma unroll
+        for (int i = kResults; i < kSets * kResults; ++i) asm volatile("" : "+r"(acc[i / kResults][i % kResults])::"memory");
+    }
+
+    // kCount INT4 blocks at once, where products are so small that their latency counts.
+    template <int kCount>
+    __device__ __forceinline__ void add_int4_together(unsigned (&acc)[kSets][kResults]) {
+        unsigned a[kCount][4][4];
+        const int first = place.stage;
+        load_all(a);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) multiply(acc, a[i], tile_of(first + i));
+        wgmma_commit();
+        wait_all(acc);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) release(place.ring + kEmptyAt + 8 * around(first + i));
+    }
+
+    // kCount INT8 blocks at once: each has sums of its own, which are shifted and added.
+    template <int kCount>
+    __device__ __forceinline__ void add_int8_together(unsigned (&acc)[kSets][kResults]) {
+        unsigned a[kCount][4][4], dots[kCount][kSets][kResults];
+        const int first = place.stage;
+        load_all(a);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) multiply(dots[i], a[i], tile_of(first + i), 0);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) wait_all(dots[i]);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            shift(dots[i], place.ring + around(first + i) * kStageBytes, 0);
+            release(place.ring + kEmptyAt + 8 * around(first + i));
+#pragma unroll
+            for (int j = 0; j < kSets * kResults; ++j)
+                acc[j / kResults][j % kResults] += dots[i][j / kResults][j % kResults];
+        }
+    }
+    template <int kCount>
+    __device__ __forceinline__ void load_all(unsigned (&a)[kCount][4][4]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            load(a[i]);
+            place.advance();
+        }
+    }
+    static __device__ __forceinline__ int around(int stage) { return stage < STAGES ? stage : stage - STAGES; }
+    static_assert(BATCH <= STAGES, "the blocks of a batch are all there");
+
+    __device__ __forceinline__ unsigned tile_of(int stage) const {
+        return __shfl_sync(0xffffffffu, place.ring + around(stage) * kStageBytes, 0);
+    }
+
+    // Sums shifted left by a byte of their token's word in the stage at `stage`.
+    __device__ __forceinline__ void shift(unsigned (&acc)[kSets][kResults], unsigned stage, int byte) const {
+        const unsigned at = stage + kCodesBytes + (thread & 3) * 8;
+#pragma unroll
+        for (int atom = 0; atom < kTileAtoms; ++atom) {
+            if (atom % 4 == 0) __syncwarp();  // bounds what the compiler loads ahead
+            const float2 pair = load_shared_f2(at + atom * 32);
+            const unsigned even = __float_as_uint(pair.x) >> 8 * byte & 31, odd = __float_as_uint(pair.y) >> 8 * byte & 31;
+            unsigned* sum = &acc[atom / kAtoms][4 * (atom % kAtoms)];
+            sum[0] <<= even;
+            sum[1] <<= odd;
+            sum[2] <<= even;
+            sum[3] <<= odd;
+        }
+    }
+
+    __device__ __forceinline__ void add(unsigned (&acc)[kSets][kResults], int int8_blocks, int first, int last) {
+        if (BATCH == 1) {
+            while (first < last) {
+                const bool eight = first < int8_blocks;
+                const int group = eight ? min((2 << 31 - __clz(first + 1)) - 1, int8_blocks) : last;
+                const int end = min(group, last);  // of blocks that share an exponent
+                add_run(acc, end - first, eight ? end < last : -1);  // a segment ends with whole multiples
+                first = end;
+            }
+            return;
+        }
+        constexpr int kPair = BATCH > 1 ? 2 : 1;
+        const int change = max(first, min(last, int8_blocks));
+        for (; first + kPair <= change; first += kPair) add_int8_together<kPair>(acc);
+        if (first < change) add_int8_together<1>(acc), ++first;
+        for (; first + BATCH <= last; first += BATCH) add_int4_together<BATCH>(acc);
+        for (; first < last; ++first) add_int4_together<1>(acc);
+    }
+};
+
+// Partial sums of a tile that several ctas share, and a flag for each warpgroup: 1 when they are there.
+struct Shares {
+    static constexpr int kCount = kSets * kResults;                         // sums of a thread
+    static constexpr int kAtOnce = kCount < 32 ? kCount : 32;               // loaded together from one cta,
+    static constexpr int kOthers = kCount >= 32 ? 1 : kCount >= 8 ? 2 : 4;  // and from how many
+    unsigned* partials;  // [cluster, cta, warpgroup, kCount, 128]; 4 bytes an access, since wider ones cost registers
+    unsigned* flags;     // [cluster, cta, warpgroup]
+    unsigned rank;
+    int group, thread;
+
+    __device__ __forceinline__ int slot(int cluster) const { return (cluster * CLUSTER + rank) * ROW_WGS + group; }
+    __device__ __forceinline__ unsigned* place(int cluster) const {
+        return partials + static_cast<long long>(slot(cluster)) * (kCount * 128) + thread;
+    }
+    __device__ __forceinline__ void give(const unsigned (&acc)[kSets][kResults], int cluster) const {
+        unsigned* to = place(cluster);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i * 128] = acc[i / kResults][i % kResults];
+        named_sync(kGroupBarrier + group, 128);
+        if (thread == 0) store_release(flags + slot(cluster), 1);
+    }
+    // Add the sums of clusters first .. last: flags are polled side by side, loads from several are under way together.
+    __device__ __forceinline__ void take(unsigned (&acc)[kSets][kResults], int first, int last) const {
+        for (int other = first + thread; other <= last; other += 128) {
+            while (load_acquire(flags + slot(other)) == 0) {
+            }
+            flags[slot(other)] = 0;
+        }
+        named_sync(kGroupBarrier + group, 128);
+        for (int other = first; other <= last; other += kOthers) {
+#pragma unroll
+            for (int start = 0; start < kCount; start += kAtOnce) {
+                unsigned parts[kOthers][kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kOthers * kAtOnce; ++i) {
+                    const int from = other + i / kAtOnce, sum = start + i % kAtOnce;
+                    const auto at = reinterpret_cast<const float*>(place(from) + sum * 128);
+                    parts[i / kAtOnce][i % kAtOnce] = from <= last && sum < kCount ? __float_as_uint(load_l2(at)) : 0;
+                }
+#pragma unroll
+                for (int i = 0; i < kOthers * kAtOnce; ++i) {
+                    const int sum = start + i % kAtOnce;
+                    if (sum < kCount) acc[sum / kResults][sum % kResults] += parts[i / kAtOnce][i % kAtOnce];
+                }
+            }
+        }
+    }
+};
+
+// One set of sums, times the scales of token and row, to y.
+__device__ __forceinline__ void store_scaled(
+    const unsigned (&acc)[kResults], const Operands& operands, int row_tile, int first_token, int thread) {
+    const int lane = thread & 31, g = lane >> 2, t = lane & 3;
+    const float* base = operands.base + row_tile * 64 + (thread >> 5) * 16 + 4 * (g >> 1) + (g & 1);
+    const float base0 = base[0], base1 = base[2];
+    const float* scales = operands.token_scale + first_token + 2 * t;
+    float values[kResults];
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+        const bool present = first_token + atom * 8 < operands.atoms * 8;
+        const float even = present ? scales[atom * 8] : 0.0f, odd = present ? scales[atom * 8 + 1] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            values[4 * atom + i] =
+                static_cast<float>(static_cast<int>(acc[4 * atom + i])) * ((i & 1 ? odd : even) * (i < 2 ? base0 : base1));
+    }
+    store(values, operands, row_tile, first_token, thread);
+}
+
+}  // namespace comet
+
+using namespace comet;
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM)
+    w4ax_gemm_integer(const __grid_constant__ Operands operands) {
+    extern __shared__ unsigned char shared[];
+    const Schedule& schedule = operands.schedule;
+    const unsigned ring = (shared_address(shared) + 1023) & ~1023u;
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;  // uniform in a warp
+    const unsigned rank = kCluster ? cluster_cta_rank() : 0;
+    const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(ring + kFullAt + 8 * stage, 2);  // the two producers
+            mbarrier_init(ring + kEmptyAt + 8 * stage, CLUSTER * ROW_WGS * 4);
+        }
+        mbarrier_init_fence();
+    }
+    if (kCluster) cluster_sync();
+    else __syncthreads();
+    launch_dependents();
+
+    if (warpgroup == ROW_WGS) {
+        registers_down<PRODUCER_REGS>();
+        if (thread == 0) produce_weights(operands, Place(ring, 1), rank, cluster, clusters);
+        if (thread == 32) produce_activations(operands, Place(ring, 1), rank, cluster, clusters);
+    } else {
+        registers_up<CONSUMER_REGS>();
+        wait_for_previous();
+        Consumer consumer(ring, warpgroup, thread);
+        const Shares shares{operands.partials, operands.flags, rank, warpgroup, thread};
+        Segment segment;
+        for (int index = 0; find_segment(schedule, cluster, clusters, index, segment); ++index) {
+            unsigned acc[kSets][kResults];
+#pragma unroll
+            for (int i = 0; i < kSets * kResults; ++i) acc[i / kResults][i % kResults] = 0;
+            consumer.add(acc, operands.int8_blocks, segment.first, segment.last);
+
+            asm volatile("" : "+r"(index));  // find the segment again rather than keep it in registers
+            find_segment(schedule, cluster, clusters, index, segment);
+            int row_group, token_tile;
+            tile_place(schedule, segment.tile, row_group, token_tile);
+            if (segment.first > 0) {
+                shares.give(acc, cluster);
+                continue;
+            }
+            if (segment.last < schedule.blocks) {
+                int other = cluster + 1;
+                while (Worker::range_start(schedule, other + 1) < (segment.tile + 1) * schedule.blocks) ++other;
+                shares.take(acc, cluster + 1, other);
+            }
+            const int row_tile = (row_group * CLUSTER + rank) * ROW_WGS + warpgroup;
+            if (row_tile < operands.row_tiles) {
+#pragma unroll
+                for (int set = 0; set < kSets; ++set)
+                    store_scaled(acc[set], operands, row_tile, (token_tile * TOKEN_TILES + set) * TOKENS, thread);
+            }
+        }
+    }
+    if (kCluster) {
+        __syncwarp();
+        cluster_sync();  // nobody leaves while others may still arrive at its barriers
+    }
+}

@@ -1,0 +1,344 @@
+"""w4ax_gemm on Hopper for integer scales: tiled operands -> one launch of w4ax_gemm_integer.cu.
+
+Where every scale of a token and every scale of a weight row is a small integer times one float (quantize_act with share
+TOKEN; `weight_base`), the multiples go into INT8 operands and the tensor cores add up all of K in int32. The same codes
+and scales run on every other kernel; this one is faster. `prepare_weight_integer` checks the weights' side once, at
+load; activations come tiled from quantize_token.
+"""
+
+import functools
+import json
+import struct
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from comet_cuda.affine import BLOCK
+from comet_cuda.errors import CometError
+from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
+from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, TABLE, fits, make_plan
+from comet_cuda.w4ax_gemm_sm90 import sm_count, workspace
+from comet_cuda.weight_layout import (
+    ATOM,
+    ATOM_BYTES,
+    ROW_TILE,
+    record_bytes,
+    row_bases,
+    tile_weight_integer_sm90,
+    token_atoms,
+    untile_activations_integer_sm90,
+    untile_weight_integer_sm90,
+)
+
+SOURCE = "w4ax_gemm_integer.cu"
+PRODUCER_REGISTERS = 40  # of a producer thread,
+FEW_REGISTERS = 32  # and where blocks come in batches
+LIMIT_CHANNELS = 49_152  # of K, for which the sums stay within 32 bits (see quantize_act)
+
+
+@dataclass(frozen=True)
+class IntegerTiles:
+    """One compiled variant of the kernel and how its tiles are dealt."""
+
+    tokens: int  # n of wgmma: 8, 16, 24, 32 or a multiple of 16 up to 256
+    token_tiles: int = 1  # of `tokens`, a warpgroup
+    row_wgs: int = 2  # consumer warpgroups, 64 rows each
+    stages: int = 6
+    ctas_per_sm: int = 1
+    stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
+    band: int = 8  # row groups walked together
+    cluster: int = 1  # ctas that share activations by multicast
+    batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
+    row_tiles: int = 1  # fixed, read by make_plan
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens * self.token_tiles
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.row_wgs + 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        lane = 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
+        return min(240, (lane - self.producer_registers) // self.row_wgs // 8 * 8)
+
+    @property
+    def producer_registers(self) -> int:
+        return FEW_REGISTERS if self.batch > 1 else PRODUCER_REGISTERS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
+        stage = self.tile_tokens * (BLOCK + 4) + self.row_wgs * record_bytes(False)
+        return (-(-stage // 1024) * 1024 + 16) * self.stages + 1024
+
+    def defines(self, out_dtype: torch.dtype) -> dict[str, int | str]:
+        """Preprocessor definitions of SOURCE."""
+        return {
+            "TOKENS": self.tokens,
+            "TOKEN_TILES": self.token_tiles,
+            "ROW_WGS": self.row_wgs,
+            "CLUSTER": self.cluster,
+            "BATCH": self.batch,
+            "STAGES": self.stages,
+            "CTAS_PER_SM": self.ctas_per_sm,
+            "OUT": OUT_KINDS[out_dtype],
+            "CONSUMER_REGS": self.consumer_registers,
+            "PRODUCER_REGS": self.producer_registers,
+        }
+
+    def kernel(self, out_dtype: torch.dtype) -> CompiledKernel:
+        """Compile this variant, or find it in the cache."""
+        return compile_kernel(SOURCE, "w4ax_gemm_integer", ARCH, self.defines(out_dtype))
+
+
+@functools.cache
+def integer_table() -> tuple[dict[str, int], ...]:
+    """`integer_rows` of tiles_sm90.json in order; the first whose limits hold applies."""
+    return tuple(json.loads(TABLE.read_text())["integer_rows"])
+
+
+def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) -> IntegerTiles:
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
+    for row in integer_table():
+        tiles = IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
+        if fits(row, tokens, rows, blocks, make_plan(tiles, tokens, rows, blocks, sms), sms):
+            return tiles
+    raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
+
+
+def configurations(family: str) -> list[Configuration]:
+    """Every row of the table, for every type, on the family that runs it."""
+    if family != "sm_90":
+        return []
+    names = [field.name for field in fields(IntegerTiles)]
+    found = dict.fromkeys(IntegerTiles(**{n: row[n] for n in names if n in row}) for row in integer_table())
+    return [Configuration(SOURCE, tiles.defines(out), (), tiles.shared_bytes) for tiles in found for out in OUT_KINDS]
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A linear layer's weights in the kernel's layout."""
+
+    records: Tensor  # uint8 [R, NB, 4224]
+    base: Tensor  # float32 [R * 64]: of each row, what its groups' scales are multiples of; 0 beyond the last row
+    rows: int  # N
+    int8_blocks: int  # the first blocks, which hold INT8 activations
+
+
+def count_int8_blocks(block_bits: Tensor) -> int:
+    """How many blocks have 8 bits, which must be the first ones; block_bits: uint8 [NB] of 4 and 8."""
+    bits = block_bits.tolist()
+    count = bits.count(8)
+    if bits != [8] * count + [4] * (len(bits) - count):
+        raise CometError(f"block_bits is {bits}", "integer scales want the 8-bit blocks first, then those of 4 bits")
+    return count
+
+
+def prepare_weight_integer(
+    qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor
+) -> IntegerWeight:
+    """Canonical 4-bit weights with integer scales (`row_bases`) -> the kernel's layout, on the same device.
+
+    Args:
+        qweight: uint8 [N, 64 * NB]; w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB] or None.
+        block_bits: uint8 [NB] on any device.
+    """
+    base = row_bases(w_scale, w_zero)
+    records = tile_weight_integer_sm90(qweight, w_scale, w_zero, base)
+    if records.shape[1] * BLOCK > LIMIT_CHANNELS:
+        raise CometError(f"{records.shape[1] * BLOCK} input channels", f"integer scales take at most {LIMIT_CHANNELS}")
+    if records.is_cuda:
+        workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
+    padded = torch.nn.functional.pad(base.float(), (0, -base.shape[0] % ROW_TILE))
+    return IntegerWeight(records, padded.contiguous(), base.shape[0], count_int8_blocks(block_bits))
+
+
+_POINTERS = struct.Struct("<9Q")  # struct Operands of gemm_integer.cuh: its pointers,
+_NUMBERS = struct.Struct("<4i8i2i")  # and the rest
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a launch that its shapes decide."""
+
+    kernel: CompiledKernel
+    ctas: int
+    threads: int
+    shared_bytes: int
+    numbers: bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(
+    tokens: int,
+    rows: int,
+    blocks: int,
+    int8_blocks: int,
+    out_dtype: torch.dtype,
+    device: int,
+    tiles: IntegerTiles | None,
+) -> Call:
+    if out_dtype not in OUT_KINDS:
+        raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
+    chosen = tiles or choose_integer_tiles(tokens, rows, blocks, sm_count(device))
+    plan = make_plan(chosen, tokens, rows, blocks, sm_count(device))
+    memory = workspace(device)
+    if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
+        raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
+    return Call(
+        chosen.kernel(out_dtype),
+        plan.ctas,
+        chosen.threads,
+        chosen.shared_bytes,
+        _NUMBERS.pack(tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks, 0),
+    )
+
+
+def check_operands(
+    x_codes: Tensor,
+    multiples: Tensor,
+    token_scale: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_blocks: int,
+) -> None:
+    """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
+    row_tiles, blocks = -(-rows // ROW_TILE), weight.shape[1]
+    atoms = token_atoms(tokens)
+    expected = [
+        ("x_codes", x_codes, torch.uint8, (blocks, atoms, ATOM_BYTES)),
+        ("multiples", multiples, torch.int32, (max(int8_blocks, 1), atoms, ATOM)),
+        ("token_scale", token_scale, torch.float32, (atoms * ATOM,)),
+        ("weight", weight, torch.uint8, (row_tiles, blocks, record_bytes(False))),
+        ("base", base, torch.float32, (row_tiles * ROW_TILE,)),
+    ]
+    if bias is not None:
+        expected.append(("bias", bias, bias.dtype, (rows,)))
+    for name, tensor, dtype, shape in expected:
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise CometError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
+                f"{tokens} tokens, {rows} rows and {blocks} blocks need contiguous {dtype} {shape}",
+            )
+        if tensor.device != weight.device:
+            raise CometError(f"{name} is on {tensor.device}, the weight on {weight.device}", "move one of them")
+    if not 0 <= int8_blocks <= blocks:
+        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
+
+
+def launch(
+    x_codes: Tensor,
+    multiples: Tensor,
+    token_scale: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_blocks: int,
+    out_dtype: torch.dtype,
+    tiles: IntegerTiles | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning)."""
+    device = weight.get_device()
+    check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=weight.device)
+    if tokens == 0 or rows == 0:
+        return y
+    call = _call(tokens, rows, weight.shape[1], int8_blocks, out_dtype, device, tiles)
+    if bias is not None and bias.dtype != torch.float32:
+        bias = bias.float()
+    pointers = _POINTERS.pack(
+        weight.data_ptr(),
+        base.data_ptr(),
+        x_codes.data_ptr(),
+        multiples.data_ptr(),
+        token_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        *workspace(device).addresses,
+    )
+    call.kernel.launch_on(device, call.ctas, call.threads, (pointers + call.numbers,), call.shared_bytes, pdl)
+    return y
+
+
+def w4ax_gemm_integer_ref(
+    x_codes: Tensor,
+    multiples: Tensor,
+    token_scale: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_blocks: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y = float32(sum over K of integers) * (token_scale * base) + bias, the sum exact.
+
+    Args:
+        x_codes: uint8 [NB, A, 1024], multiples: int32 [max(int8_blocks, 1), A, 8], token_scale: float32 [A * 8]: tiled
+            activations (weight_layout.py).
+        weight, base: `IntegerWeight.records` and `.base`; bias: float [N] or None.
+        tokens: M; rows: N; int8_blocks: `IntegerWeight.int8_blocks`; out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        out_dtype [M, N].
+    """
+    check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+    x = untile_activations_integer_sm90(x_codes, multiples, tokens, int8_blocks)
+    w = untile_weight_integer_sm90(weight, rows)
+    total = x.flatten(1).double() @ w.flatten(1).double().T  # below 2^53: exact
+    y = total.float() * (token_scale[:tokens, None] * base[None, :rows])
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def _fake(
+    x_codes: Tensor,
+    multiples: Tensor,
+    token_scale: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    bias: Tensor | None,
+    tokens: int,
+    rows: int,
+    int8_blocks: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return weight.new_empty(tokens, rows, dtype=out_dtype)
+
+
+define_op(
+    "w4ax_gemm_integer(Tensor x_codes, Tensor multiples, Tensor token_scale, Tensor weight, Tensor base, Tensor? bias,"
+    " SymInt tokens, SymInt rows, int int8_blocks, ScalarType out_dtype) -> Tensor",
+    w4ax_gemm_integer_ref,
+    _fake,
+)
+LIBRARY.impl("w4ax_gemm_integer", launch, "CUDA")
+
+
+def w4ax_gemm_integer(
+    x_codes: Tensor,
+    multiples: Tensor,
+    token_scale: Tensor,
+    weight: IntegerWeight,
+    tokens: int,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The op behind `w4ax_gemm_integer_ref`, with the weight as one object; plain CUDA tensors skip the dispatcher."""
+    operands = (x_codes, multiples, token_scale, weight.records, weight.base, bias)
+    rest = (tokens, weight.rows, weight.int8_blocks, out_dtype)
+    if type(x_codes) is Tensor and x_codes.is_cuda and not torch.compiler.is_compiling():
+        return launch(*operands, *rest)
+    y: Tensor = torch.ops.comet.w4ax_gemm_integer(*operands, *rest)
+    return y

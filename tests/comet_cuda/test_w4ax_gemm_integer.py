@@ -1,0 +1,133 @@
+"""The GEMM for integer scales: layouts and op on the CPU, and on an sm_90 GPU every edge, exactly."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
+import integer_variants
+import tune_gemm
+
+from comet_cuda import w4ax_gemm_integer as gemm
+from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import int8_group
+from comet_cuda.tiles_sm90 import SHARED_LIMIT
+from comet_cuda.w4ax_gemm import w4ax_gemm_ref
+from comet_cuda.weight_layout import tile_activations_integer_sm90, untile_activations_integer_sm90
+
+on_sm90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+
+
+def canonical(tokens: int, rows: int, blocks: int, eights: int) -> dict[str, torch.Tensor]:
+    """Codes and scales that obey the constraints: small multiples of one power of two, so that all sums are exact."""
+    g = torch.Generator().manual_seed(tokens * 1000 + rows)
+    exponent = torch.tensor([3 - min(int8_group(b), 3) for b in range(eights)], dtype=torch.int32)
+    multiple = torch.randint(1, 19, (tokens, blocks), generator=g, dtype=torch.int32)
+    multiple[:, :eights] = 2**exponent
+    codes = torch.randint(-7, 8, (tokens, blocks, 128), generator=g, dtype=torch.int8)
+    codes[:, :eights] = torch.randint(-127, 128, (tokens, eights, 128), generator=g, dtype=torch.int8)
+    zero = torch.randint(0, 16, (rows, blocks), generator=g, dtype=torch.uint8)
+    most = 127 // torch.maximum(zero, 15 - zero).int()
+    base = 2.0 ** torch.randint(-9, -5, (rows,), generator=g)
+    w_multiple = (torch.rand(rows, blocks, generator=g) * most).int() + 1
+    return {
+        "codes": codes,
+        "multiple": multiple,
+        "token_scale": 2.0 ** torch.randint(-6, 2, (tokens,), generator=g),
+        "qweight": torch.randint(0, 256, (rows, 64 * blocks), generator=g, dtype=torch.uint8),
+        "w_scale": (base[:, None] * torch.minimum(w_multiple, most)).to(torch.bfloat16),
+        "w_zero": zero,
+        "base": base,
+        "bits": torch.tensor([8] * eights + [4] * (blocks - eights), dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize(("tokens", "rows", "blocks", "eights"), [(1, 8, 1, 0), (9, 130, 5, 2), (16, 64, 9, 9)])
+def test_the_op_is_the_canonical_product(tokens: int, rows: int, blocks: int, eights: int) -> None:
+    p = canonical(tokens, rows, blocks, eights)
+    x = tile_activations_integer_sm90(p["codes"], p["multiple"], p["token_scale"], eights)
+    weight = gemm.prepare_weight_integer(p["qweight"], p["w_scale"], p["w_zero"], p["bits"])
+    bias = torch.randn(rows)
+    y = gemm.w4ax_gemm_integer(*x, weight, tokens, bias, torch.float32)
+    scale = p["multiple"] * p["token_scale"][:, None]
+    want = w4ax_gemm_ref(p["codes"], scale, p["qweight"], p["w_scale"], p["w_zero"], p["bits"], bias, torch.float32)
+    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+    carried = untile_activations_integer_sm90(x[0], x[1], tokens, eights)
+    assert torch.equal(carried, p["codes"].int() * p["multiple"][..., None])
+
+
+def test_scales_that_are_no_multiples_are_refused() -> None:
+    p = canonical(1, 8, 3, 1)
+    p["w_scale"][3, 1] *= 1.03125
+    with pytest.raises(CometError, match="row 3"):
+        gemm.prepare_weight_integer(p["qweight"], p["w_scale"], p["w_zero"], p["bits"])
+
+
+def test_weights_beyond_8_bits_are_refused() -> None:
+    p = canonical(1, 8, 3, 1)
+    p["w_zero"][2], p["w_scale"][2] = 0, p["base"][2] * torch.tensor([9.0, 4.0, 7.0])  # 9 * 15 > 127
+    with pytest.raises(CometError, match="row 2"):
+        gemm.prepare_weight_integer(p["qweight"], p["w_scale"], p["w_zero"], p["bits"])
+
+
+def test_int8_blocks_must_come_first() -> None:
+    p = canonical(1, 8, 3, 1)
+    with pytest.raises(CometError, match="8-bit blocks first"):
+        gemm.prepare_weight_integer(p["qweight"], p["w_scale"], p["w_zero"], p["bits"].flip(0))
+
+
+def test_every_row_of_the_table_fits() -> None:
+    for configuration in gemm.configurations("sm_90"):
+        most = SHARED_LIMIT if int(configuration.defines["CTAS_PER_SM"]) == 1 else SHARED_LIMIT // 2 - 512
+        assert configuration.shared_bytes <= most
+    for tokens in (1, 8, 9, 64, 65, 256, 1000, 4096):
+        for rows, blocks in ((64, 1), (4096, 32), (57344, 64), (8192, 224)):
+            gemm.choose_integer_tiles(tokens, rows, blocks)
+
+
+@pytest.mark.gpu
+@on_sm90
+def test_every_edge_on_the_table_s_kernels() -> None:
+    assert list(integer_variants.integer_problems(None)) == []
+
+
+VARIANTS = list(
+    dict.fromkeys(tiles for m in (1, 16, 32, 64, 128, 256, 1024) for tiles in integer_variants.integer_candidates(m))
+)
+
+
+@pytest.mark.gpu
+@on_sm90
+@pytest.mark.parametrize("tiles", VARIANTS, ids=tune_gemm.short)
+def test_every_variant_is_right(tiles: gemm.IntegerTiles) -> None:
+    """Before any of them may enter tiles_sm90.json."""
+    assert list(integer_variants.integer_problems(tiles)) == []
+
+
+@pytest.mark.gpu
+@on_sm90
+@pytest.mark.parametrize("m", [1, 64, 300])
+def test_a_thousand_runs_are_bit_equal(m: int) -> None:
+    assert integer_variants.IntegerProblem(m, 4096, 4096, 5, 1).problem(None, 1000) == ""
+
+
+@pytest.mark.gpu
+@on_sm90
+@pytest.mark.parametrize("m", [3, 200])
+def test_graphs_and_torch_compile(m: int) -> None:
+    problem = integer_variants.IntegerProblem(m, 1024, 2048, 3, 1)
+    operands = (problem.x, problem.words, problem.scale)
+    weight = gemm.IntegerWeight(problem.sets[0], problem.base, 1024, 3)
+    want = gemm.w4ax_gemm_integer(*operands, weight, m)
+    compiled = torch.compile(lambda x, w, s: gemm.w4ax_gemm_integer(x, w, s, weight, m) * 1, fullgraph=True)
+    assert torch.equal(compiled(*operands), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = gemm.w4ax_gemm_integer(*operands, weight, m)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, want)
