@@ -2,7 +2,8 @@
 
 vLLM reads config.json, finds quant_method comet and asks the config below for a method per linear. Which linears are
 packed, and how, stands in the manifest. Embeddings, norms and lm_head are 16 bit and vLLM's own. The KV cache is
-vLLM's own too, in 16 bit unless the user chooses another with --kv-cache-dtype (vllm_cache.py says what that means).
+vLLM's own too, in 16 bit unless the user chooses another with --kv-cache-dtype (vllm_cache.py says what that means) or
+COMET's with --attention-backend CUSTOM (vllm_kv4.py).
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from comet_core.experts import expert_of
 from comet_core.integrations.tensor_parallel import common_entry
@@ -20,6 +22,7 @@ from comet_core.packed import MANIFEST, Manifest, read_manifest
 from comet_cuda.errors import CometError
 
 METHOD = "comet"
+KV4_BACKEND = "comet_core.integrations.vllm_kv4.KV4Backend"
 logger = init_logger(__name__)
 
 
@@ -27,6 +30,8 @@ def register() -> None:
     """Tell vLLM of COMET's format. Called by vLLM in each of its processes, perhaps more than once."""
     if METHOD not in QUANTIZATION_METHODS:
         register_quantization_config(METHOD)(CometConfig)
+    if not AttentionBackendEnum.CUSTOM.is_overridden():  # else another plugin has taken the one name that vLLM leaves
+        register_backend(AttentionBackendEnum.CUSTOM, KV4_BACKEND)
 
 
 class CometConfig(QuantizationConfig):  # type: ignore[misc]
@@ -84,12 +89,15 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
         """The method of one module: packed linears ours, other linears 16 bit, everything else vLLM's default."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+        from comet_core.integrations.vllm_kv4 import KV4Attention, adopt
         from comet_core.integrations.vllm_linear import CometLinearMethod
 
-        if not isinstance(layer, LinearBase):
-            return None
         if self.manifest is None:
             raise CometError(f"{prefix}: vLLM has not said where the packed folder is", "this vLLM is too old or new")
+        if isinstance(getattr(layer, "impl", None), KV4Attention):
+            adopt(layer, self.manifest.recipe.kv_cache)
+        if not isinstance(layer, LinearBase):
+            return None
         self._warn_of_cache(self.manifest)
         owner, _, leaf = prefix.rpartition(".")
         members = [f"{owner}.{name}" for name in self.packed_modules_mapping.get(leaf, [])]
@@ -107,7 +115,9 @@ class CometConfig(QuantizationConfig):  # type: ignore[misc]
         from comet_core.integrations.vllm_cache import cache_warning
 
         if not self._warned:
-            dtype = str(get_current_vllm_config().cache_config.cache_dtype)
-            if words := cache_warning(dtype, manifest.recipe.kv_cache.bits, manifest.sha256):
+            config = get_current_vllm_config()
+            dtype, backend = str(config.cache_config.cache_dtype), config.attention_config.backend
+            ours = getattr(backend, "name", "") == "CUSTOM"
+            if words := cache_warning(dtype, manifest.recipe.kv_cache.bits, manifest.sha256, ours=ours):
                 logger.warning(words)
         self._warned = True

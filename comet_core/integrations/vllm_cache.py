@@ -15,12 +15,12 @@ MEASURED = {  # perplexity on WikiText-2, 16-bit weights; four windows of 2,048 
 KEY_BIASES = ("k_proj.bias", "qkv_proj.bias", "query_key_value.bias", "c_attn.bias")
 
 
-def cache_warning(cache_dtype: str, recipe_bits: int, tensors: Iterable[str]) -> str | None:
+def cache_warning(cache_dtype: str, recipe_bits: int, tensors: Iterable[str], *, ours: bool = False) -> str | None:
     """What a user should know before the server answers, or None.
 
     Args:
         cache_dtype: vLLM's --kv-cache-dtype. recipe_bits: of the recipe's KV cache.
-        tensors: names of the packed folder's tensors.
+        tensors: names of the packed folder's tensors. ours: the cache is COMET's own (vllm_kv4.py).
     """
     biased = any(name.endswith(KEY_BIASES) for name in tensors)
     if cache_dtype == FOUR_BIT and biased:
@@ -33,9 +33,9 @@ def cache_warning(cache_dtype: str, recipe_bits: int, tensors: Iterable[str]) ->
             "COMET: vLLM's int4_per_token_head cache rounds keys by token, which costs more than the recipe's cache: "
             f"{MEASURED['plain']}"
         )
-    if recipe_bits == 4 and cache_dtype in ("auto", "bfloat16", "float16"):
+    if recipe_bits == 4 and cache_dtype in ("auto", "bfloat16", "float16") and not ours:
         return (
             "COMET: vLLM keeps its own KV cache, in 16 bit unless --kv-cache-dtype says otherwise; the recipe's 4-bit "
-            "cache is not used"
+            "cache is not used (with --attention-backend CUSTOM --no-enable-prefix-caching it is)"
         )
     return None

@@ -5,7 +5,7 @@ usage: bench_vllm.py perplexity PACKED TOKENS.safetensors [options]
 
 TOKENS holds int64 `tokens` [windows, length]; its metadata says of what text. A scheme is weights and activations, then
 perhaps a KV cache: bf16, fp8, w4a16 (the format of `comet export`, by the kernel that vLLM prefers), w4a16-marlin,
-comet, comet-share4; +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for every scheme.
+comet, comet-share4; +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for every scheme; +ownkv4 is COMET's.
 
 vLLM's imports take longer than measuring, so they are done once, before the GPU is touched. Each scheme then runs in a
 fork: it has a time limit, its failure ends nothing else, its memory is free afterwards, and its record is written when
@@ -33,7 +33,10 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `kernels_of` 
 GRAPH_SIZES = [1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]  # decode batches that are captured
 TOKENS_A_STEP = 8192
 STARTED: list[Any] = []  # engines of this fork: their orderly end takes seconds that nobody needs
-CACHES = {"": "auto", "kv4": "int4_per_token_head", "kv8": "fp8"}
+CACHES: dict[str, dict[str, str]] = {  # options of an engine
+    "": {}, "kv4": {"kv_cache_dtype": "int4_per_token_head"}, "kv8": {"kv_cache_dtype": "fp8"},
+    "ownkv4": {"attention_backend": "CUSTOM"},
+}  # fmt: skip
 
 
 def on_cpu() -> bool:
@@ -98,7 +101,7 @@ def random_integers() -> None:
 
 
 def perplexity(args: argparse.Namespace) -> None:
-    """Windows scored by comet's own evaluation and by vLLM's prompt_logprobs, both with a 16-bit KV cache."""
+    """Windows scored by comet's own evaluation and by vLLM's prompt_logprobs, both with the same kind of KV cache."""
     found = {}
     for name, measure in (("comet", by_comet), ("vllm", by_vllm)):
         found[name] = in_a_fork(f"perplexity by {name}", args.limit, lambda measure=measure: measure(args))  # type: ignore[misc]
@@ -137,7 +140,8 @@ def by_comet(args: argparse.Namespace) -> list[float]:
     tokens, _ = read_tokens(args.tokens)
     device = "cpu" if on_cpu() else "cuda"
     loaded = load_packed(Path(args.packed), device=device, dtype=getattr(torch, dtype_name()))
-    loaded.model.set_attn_implementation("sdpa")  # type: ignore[operator]  # no 4-bit KV cache
+    if not args.cache:
+        loaded.model.set_attn_implementation("sdpa")  # type: ignore[operator]  # no 4-bit KV cache
     nll: list[float] = []
     with torch.no_grad():
         for window in tokens.to(device):
@@ -151,7 +155,8 @@ def by_vllm(args: argparse.Namespace) -> list[float]:
     from vllm import SamplingParams
 
     tokens, _ = read_tokens(args.tokens)
-    options = {} if on_cpu() else {"gpu_memory_utilization": 0.3}
+    options: dict[str, Any] = {} if on_cpu() else {"gpu_memory_utilization": 0.3}
+    options |= CACHES[args.cache]
     llm = engine(Path(args.packed), args, max_model_len=tokens.shape[1] + 8, dtype=dtype_name(), **options)
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": row.tolist()} for row in tokens], sampling, use_tqdm=False)
@@ -173,7 +178,7 @@ def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_ap
     protocol = {
         **about,
         "windows": f"first {len(tokens)} of {tokens.shape[1]} tokens, not overlapping",
-        "kv": "16-bit",
+        "kv": "COMET's 4-bit pages" if args.cache else "16-bit",
         "dtype": dtype_name(),
         "engine": f"vLLM {sys.modules['vllm'].__version__}" if name == "vllm" else "comet",
         "gpus": gpus(args) if name == "vllm" else "1",
@@ -183,7 +188,7 @@ def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_ap
     record = {
         "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",
         "metric": "perplexity", "value": value, "windows": len(tokens), "seq_len": tokens.shape[1],
-        "kv_quantized": False, "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
+        "kv_quantized": bool(args.cache), "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
         "provenance": provenance(recipe_digest=manifest.recipe_digest, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
     append(Path(args.record), record)
@@ -219,7 +224,7 @@ def measure(args: argparse.Namespace, scheme: str) -> list[str]:
     )
     options: dict[str, Any] = {"quantization": "fp8"} if weights == "fp8" else {}
     options |= {} if on_cpu() else {"gpu_memory_utilization": args.memory}
-    options |= {"kv_cache_dtype": CACHES[cache]} if cache else {}
+    options |= CACHES[cache]
     llm = engine(
         folder, args, load_format="dummy", dtype="bfloat16", max_model_len=longest, max_num_seqs=args.requests,
         max_num_batched_tokens=max(TOKENS_A_STEP, longest), **options,
@@ -267,7 +272,7 @@ def record_throughput(
         "ttft_ms": statistics.median(first) if first else None,
         "tpot_ms": statistics.median(after) if after else None, "weights": "random", "layers": args.layers,
         "gpus": gpus(args), **about,  # kernels, and memory_gib: of the weights
-        "kv_cache": CACHES[scheme.partition("+")[2]],
+        "kv_cache": next(iter(CACHES[scheme.partition("+")[2]].values()), "auto"),
         "flags": f"{mode}, {TOKENS_A_STEP} batched tokens, all requests at once, greedy, no stop",
         "provenance": provenance(seed=0, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
@@ -295,6 +300,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     one = jobs.add_parser("perplexity", parents=[shared])
     one.add_argument("packed")
     one.add_argument("tokens")
+    one.add_argument("--cache", choices=["", "ownkv4"], default="", help="16-bit KV cache, or COMET's")
     one.set_defaults(run=perplexity)
     two = jobs.add_parser("throughput", parents=[shared])
     two.add_argument("alias")

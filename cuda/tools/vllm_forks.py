@@ -25,7 +25,8 @@ PRELOAD = (  # what an engine imports when it starts
     "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn",
     "vllm.model_executor.models.llama", "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.layers.quantization.fp8", "comet_core.integrations.vllm_linear", "comet_core.packed",
+    "vllm.model_executor.layers.quantization.fp8", "comet_core.integrations.vllm_linear",
+    "comet_core.integrations.vllm_kv4", "comet_core.packed",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 

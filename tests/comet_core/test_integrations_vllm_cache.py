@@ -16,6 +16,7 @@ def test_a_four_bit_cache_by_token_is_warned_of_with_what_it_cost() -> None:
 
 def test_a_recipe_with_a_four_bit_cache_hears_that_vllm_keeps_sixteen_bits() -> None:
     said = cache_warning("auto", 4, PLAIN)
-    assert said is not None and "not used" in said
+    assert said is not None and "not used" in said and "--attention-backend CUSTOM" in said
+    assert cache_warning("auto", 4, PLAIN, ours=True) is None
     assert cache_warning("auto", 16, BIASED) is None
     assert cache_warning("fp8", 4, BIASED) is None

@@ -1,4 +1,5 @@
-"""Packed folders in vLLM (its CPU build does): one rank, two ranks, an OpenAI request, the export, and refusals.
+"""Packed folders in vLLM (its CPU build does): one rank, two ranks, COMET's KV cache, an OpenAI request, the export,
+and refusals.
 
 Each test starts vLLM in a process of its own, about a minute each. Run: pytest -m vllm tests/vllm
 """
@@ -21,7 +22,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [list(range(3, 120)), list(range(50, 90))]
+LONG = [[(7 * i + n) % 250 + 3 for i in range(n)] for n in (500, 505, 300, 509)]  # three go past a slab of 512 tokens
 NEW = 8
+FAR = 16
 TIE = 0.01  # nats
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -46,7 +49,12 @@ def packed(home: Path, recipe_name: str, granularity: int, *, permute: bool = Tr
     make, recipe = tiny_models(), load_recipe(recipe_name)
     recipe = replace(recipe, blocks=replace(recipe.blocks, tp_granularity=granularity, permute=permute))
     config = make.llama(
-        hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, attention_bias=True
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        attention_bias=True,
+        max_position_embeddings=1024,
     )
     config.architectures = ["LlamaForCausalLM"]
     folder = make.save_model(home / "model", config)
@@ -80,24 +88,37 @@ RUN = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    model, ranks, prompts, new = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
-    llm = LLM(model=model, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4,
-              tensor_parallel_size=ranks, max_logprobs=-1)
-    sampling = SamplingParams(temperature=0, max_tokens=new, prompt_logprobs=-1, ignore_eos=True)
+    options, prompts, new, scores = (json.loads(word) for word in sys.argv[1:])
+    llm = LLM(dtype="float32", enforce_eager=True, max_num_seqs=4, max_logprobs=-1, disable_log_stats=False, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=new, prompt_logprobs=-1 if scores else None, ignore_eos=True)
     made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
     found = [
         [list(one.outputs[0].token_ids),
-         [[place[token].logprob for token in range(len(place))] for place in one.prompt_logprobs[1:]]]
+         [[place[token].logprob for token in range(len(place))] for place in (one.prompt_logprobs or [])[1:]]]
         for one in made
     ]
+    stopped = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     print("FOUND" + json.dumps(found), flush=True)
+    print("PREEMPTED", int(stopped), flush=True)
 """
 
 
-def run(folder: Path, ranks: int, environment: dict[str, str], script: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path,
+    ranks: int,
+    environment: dict[str, str],
+    script: Path,
+    prompts: list[list[int]] = PROMPTS,
+    new: int = NEW,
+    *,
+    scores: bool = True,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """vLLM's answers to `prompts`; options: of its engine."""
     script.write_text(RUN)
-    command = [sys.executable, str(script), str(folder), str(ranks), json.dumps(PROMPTS), str(NEW)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    engine = {"model": str(folder), "tensor_parallel_size": ranks, "max_model_len": 256} | options
+    words = [json.dumps(word) for word in (engine, prompts, new, scores)]
+    return subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, env=environment)
 
 
 def answers(done: subprocess.CompletedProcess[str]) -> list[tuple[list[int], Any]]:
@@ -109,20 +130,23 @@ def answers(done: subprocess.CompletedProcess[str]) -> list[tuple[list[int], Any
     return [(tokens, torch.tensor(log_p)) for tokens, log_p in json.loads(line.partition("FOUND")[2])]
 
 
-def expected(folder: Path) -> list[tuple[list[int], Any]]:
-    """The same from transformers with a 16-bit KV cache."""
+def expected(
+    folder: Path, prompts: list[list[int]] = PROMPTS, new: int = NEW, *, four_bit: bool = False
+) -> list[tuple[list[int], Any]]:
+    """The same from transformers, with a 16-bit KV cache or the folder's own."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import comet_core  # noqa: F401
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.set_attn_implementation("sdpa")
+    if not four_bit:
+        model.set_attn_implementation("sdpa")
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         x = torch.tensor([prompt])
         with torch.no_grad():
-            made = model.generate(input_ids=x, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            made = model.generate(input_ids=x, max_new_tokens=new, do_sample=False, eos_token_id=None)
             log_p = model(input_ids=x).logits[0, :-1].log_softmax(-1)
         found.append((made[0, len(prompt) :].tolist(), log_p))
     return found
@@ -148,6 +172,58 @@ def test_answers_are_those_of_transformers(
     two_ranks: Path, environment: dict[str, str], tmp_path: Path, ranks: int
 ) -> None:
     agree(expected(two_ranks), answers(run(two_ranks, ranks, environment, tmp_path / "run.py")))
+
+
+@pytest.fixture
+def kv4_environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """vLLM takes COMET's KV cache on a CPU too, where it has but one backend and ignores --attention-backend."""
+    info = tmp_path / "kv4_on_cpu-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv4-on-cpu\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkv4_on_cpu = kv4_on_cpu:register\n")
+    (tmp_path / "kv4_on_cpu.py").write_text(
+        "def register():\n"
+        "    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend\n"
+        "    from comet_core.integrations.vllm import KV4_BACKEND\n"
+        "    register_backend(AttentionBackendEnum.CPU_ATTN, KV4_BACKEND)\n"
+    )
+    return environment | {"PYTHONPATH": os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))}
+
+
+KV4 = {"attention_backend": "CUSTOM", "enable_prefix_caching": False, "block_size": 512, "max_model_len": 1024}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_four_bit_cache_gives_the_answers_of_transformers(
+    two_ranks: Path, kv4_environment: dict[str, str], tmp_path: Path, ranks: int
+) -> None:
+    """Whole prompts of several pages; the answers of a 16-bit cache would fail."""
+    long = LONG[: 2 if ranks == 2 else 4]
+    ours = expected(two_ranks, long, four_bit=True)
+    agree(ours, answers(run(two_ranks, ranks, kv4_environment, tmp_path / "run.py", long, **KV4)))
+    with pytest.raises(AssertionError):
+        agree(ours, expected(two_ranks, long))
+
+
+def test_chunks_mixed_batches_and_preempted_requests_change_no_token(
+    two_ranks: Path, kv4_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Chunks of at most 96 tokens beside single ones, and two slabs fewer than the four sequences come to need."""
+    few = {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 6}
+    done = run(two_ranks, 1, kv4_environment, tmp_path / "run.py", LONG, FAR, scores=False, **KV4, **few)
+    assert [tokens for tokens, _ in answers(done)] == [
+        tokens for tokens, _ in expected(two_ranks, LONG, FAR, four_bit=True)
+    ]
+    assert int(done.stdout.partition("PREEMPTED ")[2].split()[0]) > 0
+
+
+def test_the_four_bit_cache_refuses_what_it_cannot_keep_right(
+    two_ranks: Path, kv4_environment: dict[str, str], tmp_path: Path
+) -> None:
+    done = run(two_ranks, 1, kv4_environment, tmp_path / "run.py", **(KV4 | {"enable_prefix_caching": True}))
+    assert done.returncode != 0
+    assert "cannot share prefixes" in done.stderr + done.stdout
+    assert "--no-enable-prefix-caching" in done.stderr + done.stdout
 
 
 def can_multiply_w4a16(environment: dict[str, str]) -> bool:
