@@ -35,6 +35,7 @@ from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, kv4_append
 from comet_cuda.kv4_append_cuda import HEAD_DIMS, PAGES, kv4_append_gpu
 from comet_cuda.kv4_decode import kv4_decode
+from comet_cuda.kv4_decode_cuda import kv4_decode_gpu
 from comet_cuda.kv4_prefill import kv4_prefill
 
 SLAB_TOKENS = 512  # --block-size if none is given; larger ones waste less on long sequences and more on short ones
@@ -234,14 +235,15 @@ class KV4Attention(AttentionImpl[KV4Metadata]):  # type: ignore[misc]
         m, cache = attn_metadata, self._pages(kv_cache)
         n = m.decodes
         if n:
-            indices = (m.slot[:n], m.position[:n], m.table)
-            if key.is_cuda:
-                kv4_append_gpu(key[:n], value[:n], *indices, *cache.tensors, max_new=1)
+            tokens = (key[:n], value[:n], m.slot[:n], m.position[:n], m.table)
+            asked = (query[:n], m.slot[:n], m.length[:n], m.table)
+            how = (self.scale, 0, self.softcap, m.longest)
+            if key.is_cuda:  # one launch appends where no sequence has two tokens, and no copy of the answers
+                kv4_append_gpu(*tokens, *cache.tensors, max_new=1)
+                kv4_decode_gpu(*asked, cache.tensors, *how, out=output[:n])
             else:
-                kv4_append(key[:n], value[:n], *indices, cache)
-            output[:n] = kv4_decode(
-                query[:n], m.slot[:n], m.length[:n], m.table, cache, self.scale, 0, self.softcap, m.longest
-            )
+                kv4_append(*tokens, cache)
+                output[:n] = kv4_decode(*asked, cache, *how)
         if m.starts is not None:
             new = (query[n:], key[n:], value[n:])
             where = (m.starts, m.slot[n:], m.position[n:], m.table)

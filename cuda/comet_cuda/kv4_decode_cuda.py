@@ -117,8 +117,9 @@ def kv4_decode_gpu(
     max_length: int = 0,
     tiles: DecodeTiles | None = None,
     chunk: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`kv4_decode` on CUDA tensors; `tiles` and `chunk` (pages) replace the plan."""
+    """`kv4_decode` on CUDA tensors; `tiles` and `chunk` (pages) replace the plan, `out` is written if given."""
     check_cache("kv4_decode", cache, q.dtype, slot, length, page_table)
     heads, page, dim, sinks = cache[0].shape[1], cache[0].shape[2], cache[6].shape[3], cache[7].shape[2]
     rows, q_heads = q.shape[0], q.shape[1]
@@ -126,7 +127,9 @@ def kv4_decode_gpu(
         raise CometError(f"kv4_decode: q is {tuple(q.shape)}, slot {tuple(slot.shape)}, length {tuple(length.shape)}",
                          f"q must be [sequences, a multiple of {heads} heads, {dim}]")  # fmt: skip
     q = q if q.is_contiguous() else q.contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+        raise CometError(f"kv4_decode: out is {out.dtype} {tuple(out.shape)}", "it must be contiguous, else as q is")
     if rows == 0:
         return out
     group = q_heads // heads

@@ -66,7 +66,10 @@ def write_manifest(alias: str, config: Any, folder: Path, *, share: int, ranks: 
         for name, size in sizes.items()
     }
     model = {"name": alias, "note": "random weights", "spec": alias, "origin": "random", "digest": ""}
-    manifest = Manifest(recipe, digest(recipe), model, {}, 0.84, linears, 16, [], {})
+    manifest = Manifest(
+        recipe, digest(recipe), model, data={}, int4_mac_fraction=0.84, linears=linears, embedding_bits=16, layers=[], checks=[],
+        sha256={},
+    )  # fmt: skip
     (folder / "comet.json").write_text(manifest_json(manifest, recipe_to_dict(recipe)))
 
 
@@ -81,11 +84,13 @@ def w4a16_config() -> dict[str, Any]:
 
 
 def kernels_of(model: Any) -> list[str]:
-    """Names of what multiplies in the linears of a loaded model, for the record: what ran, not what was asked for."""
+    """Names of what runs in the linears and the attention of a loaded model, for the record: not what was asked for."""
     from vllm.model_executor.layers.linear import LinearBase
 
     found = set()
     for module in model.modules():
+        if hasattr(module, "impl") and hasattr(module, "attn_backend"):
+            found.add(type(module.impl).__name__)
         if isinstance(module, LinearBase) and (method := module.quant_method) is not None:
             scheme = getattr(module, "scheme", None)
             parts = [getattr(scheme, "kernel", None), getattr(method, "fp8_linear", None), scheme, method]

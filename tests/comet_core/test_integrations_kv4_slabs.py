@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from comet_core.integrations.kv4_slabs import EMPTY, PageTable, SlabFormat
-from comet_cuda.kv4_append import allocate_pages
+from comet_cuda.kv4_append import allocate_pages, kv4_append
+from comet_cuda.kv4_append_cuda import kv4_append_gpu
 from comet_cuda.kv4_decode import kv4_decode
+from comet_cuda.kv4_decode_cuda import kv4_decode_gpu
 from comet_cuda.kv4_layout import untile_pages
 from comet_cuda.kv4_prefill import kv4_prefill
 
@@ -70,9 +72,15 @@ def steps(device: str, dtype: torch.dtype) -> "tuple[list[Tensor], list[Tensor]]
         q, k, v = rows(2, 4), rows(2, HEADS), rows(2, HEADS)
         length = ints(held[0] + 1, held[1] + 1)
         slot = table.enter(slabs, length)
-        torch.ops.comet.kv4_append(k, v, slot, length - 1, table.pages_by_slot, *ours.tensors)
-        torch.ops.comet.kv4_append(k, v, ints(0, 1), length - 1, plain_table, *plain.tensors)
-        got.append(kv4_decode(q, slot, length, table.pages_by_slot, ours, 0.125))
+        where = (slot, length - 1, table.pages_by_slot)
+        if device == "cuda":  # as vllm_kv4.py launches them
+            got.append(torch.empty_like(q))
+            kv4_append_gpu(k, v, *where, *ours.tensors, max_new=1)
+            kv4_decode_gpu(q, slot, length, table.pages_by_slot, ours.tensors, 0.125, out=got[-1])
+        else:
+            kv4_append(k, v, *where, ours)
+            got.append(kv4_decode(q, slot, length, table.pages_by_slot, ours, 0.125))
+        kv4_append(k, v, ints(0, 1), length - 1, plain_table, plain)
         wanted.append(kv4_decode(q, ints(0, 1), length, plain_table, plain, 0.125))
         held = length.tolist()
     if device == "cpu":
