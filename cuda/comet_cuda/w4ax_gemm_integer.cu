@@ -285,7 +285,7 @@ struct Consumer {
 struct Shares {
     static constexpr int kCount = kSets * kResults;                         // sums of a thread
     static constexpr int kAtOnce = kCount < 32 ? kCount : 32;               // loaded together from one cta,
-    static constexpr int kOthers = kCount >= 32 ? 1 : kCount >= 8 ? 2 : 4;  // and from how many
+    static constexpr int kOthers = kCount > 64 ? 1 : kCount > 32 ? 2 : 4;   // and from how many
     unsigned* partials;  // [cluster, cta, warpgroup, kCount, 128]; 4 bytes an access, since wider ones cost registers
     unsigned* flags;     // [cluster, cta, warpgroup]
     unsigned rank;

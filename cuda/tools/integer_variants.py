@@ -29,6 +29,7 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
             IntegerTiles(128, 2, stages=5, stream=0),
             IntegerTiles(128, stages=8),
             IntegerTiles(128, stages=8, stream=0),
+            IntegerTiles(64, stages=12, stream=0),
         ]
     if m > 64:
         return [IntegerTiles(128, stages=8), IntegerTiles(128, stages=8, stream=0), IntegerTiles(64, 2, stages=8)]
@@ -37,7 +38,6 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
             IntegerTiles(64, stages=12),
             IntegerTiles(64, stages=12, batch=2),
             IntegerTiles(64, stages=12, stream=0),
-            IntegerTiles(64, row_wgs=1, stages=8, ctas_per_sm=2),
         ]
     if m > 16:
         return [
