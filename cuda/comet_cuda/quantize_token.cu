@@ -1,5 +1,5 @@
 // quantize_act with scales that are integer multiples of one number a token (quantize_token_ref.py), for the sm_90 GEMM
-// that keeps its sums in integers: a cta takes a token.
+// that keeps its sums in integers: a cta, or a cluster of ctas where there are few tokens, takes a token.
 //
 // First every warp finds the largest magnitudes of its blocks and leaves the scale that each would choose alone in shared
 // memory; after one barrier every warp finds the token's scale from all of them (token_scale.cuh), then its blocks'
@@ -9,13 +9,22 @@
 // Out: codes as in weight_layout.py, INT4 codes times their block's multiple; `scale` f32 [A * 8], the token's scale;
 // `multiples`, of INT8 blocks alone, because codes of INT4 blocks hold theirs.
 //
-// Definitions: as for warp_row.cuh, with OUT 1 and SHARE 1; ROUNDS (blocks a warp takes), KEEP; THREADS is the most that a
-// cta may have and MIN_CTAS how many ctas a multiprocessor's registers must allow.
+// Definitions: as for warp_row.cuh, with OUT 1 and SHARE 1; ROUNDS (blocks a warp takes), KEEP; CLUSTER (ctas a token, and
+// gridDim.y); THREADS is the most that a cta may have and MIN_CTAS how many ctas a multiprocessor's registers must allow.
 #define CTA_THREADS int(blockDim.x)
+#include "comet/cluster.cuh"
 #include "comet/token_scale.cuh"
 #include "comet/warp_row.cuh"
 
 using namespace comet;
+
+#if CLUSTER > 1
+#define CLUSTER_OF_CTAS __cluster_dims__(1, CLUSTER, 1)
+#else
+#define CLUSTER_OF_CTAS
+#endif
+
+static_assert(CLUSTER == 1 || KEEP, "see the number of rounds");
 
 // A token's blocks as one warp sees them.
 struct WarpBlocks {
@@ -27,7 +36,9 @@ struct WarpBlocks {
   float inverse; // of the norm
 
   // Blocks of the warp: round after round.
-  __device__ __forceinline__ int block(int round) const { return (round * CTA_THREADS + int(threadIdx.x)) / 32; }
+  __device__ __forceinline__ int block(int round) const {
+    return ((round * CLUSTER + int(blockIdx.y)) * CTA_THREADS + int(threadIdx.x)) / 32;
+  }
 
   __device__ __forceinline__ void read(const Block& info, int block, float (&v)[4]) const {
     if constexpr (GATHER) {
@@ -51,7 +62,12 @@ struct WarpBlocks {
     float largest = __uint_as_float(__reduce_max_sync(kWarp, __float_as_uint(own)));
     if (rotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
     const float per_absmax = info.is_int4 ? divide(info.clip, 7.f, 1.f / 7.f) : divide(info.clip, 127.f, 1.f / 127.f);
-    if (lane == 0 && block < p.NB) ratios[block] = __fmul_rn(largest, per_absmax);
+    const float ratio = __fmul_rn(largest, per_absmax);
+#if CLUSTER > 1
+    if (lane < CLUSTER && block < p.NB) store_in_cta(ratios + block, lane, ratio);
+#else
+    if (lane == 0 && block < p.NB) ratios[block] = ratio;
+#endif
   }
   // Codes of rotated values -> memory.
   __device__ __forceinline__ void store(int block, const TokenScale& scales, const float (&v)[4]) const {
@@ -82,9 +98,12 @@ struct WarpBlocks {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_token(const TokenParams p) {
+extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) quantize_token(const TokenParams p) {
   extern __shared__ __align__(16) char shared[];
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
+#if CLUSTER > 1
+  cluster_arrive(); // this cta's shared memory may be written to
+#endif
   float* const ratios = reinterpret_cast<float*>(shared);
   const int lane = threadIdx.x % 32, token = blockIdx.x;
   Cell* const row = reinterpret_cast<Cell*>(shared + (p.NB + 3) / 4 * 16); // behind the ratios
@@ -119,7 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_token(c
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) warp.source.load(p, min(warp.block(i), p.NB - 1) * kBlock + 4 * lane, a[i], b[i]);
 #endif
-  const int rounds = KEEP ? ROUNDS : (32 * p.NB + CTA_THREADS - 1) / CTA_THREADS;
+#if CLUSTER > 1
+  cluster_wait();
+#endif
+  const int rounds = KEEP ? ROUNDS : (32 * p.NB + CTA_THREADS - 1) / CTA_THREADS; // with CLUSTER 1
 #if KEEP
 #pragma unroll
 #endif
@@ -133,7 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_token(c
     warp.leave_ratio(info, warp.block(i), mine);
     if (i + 1 < rounds) info.load(p, warp.block(i + 1), lane, warp.block(i + 1) >= p.int8_blocks);
   }
+#if CLUSTER > 1
+  cluster_arrive();
+  cluster_wait();
+#else
   __syncthreads();
+#endif
   const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
 #if KEEP
 #pragma unroll
@@ -146,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_token(c
     }
     warp.store(warp.block(i), scales, v[KEEP ? i : 0]);
   }
+  if (blockIdx.y != 0) return;
   if (threadIdx.x == 0) p.scale[token] = scales.scale;
   const int padding = token + 1 + int(threadIdx.x); // tokens that fill the last atom: any finite scale
   if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;

@@ -3,9 +3,9 @@
 In: x [M, K], or what a fused norm or SiLU makes x from. Out: codes in which INT4 blocks hold code * multiple, the
 multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums stay integers over all of K.
 
-The decision made here is how a token's blocks are shared out to a cta's warps: a block a warp while ctas are few and
-latency counts, several blocks a warp (half as many threads a cta) once the GPU is full; rows too wide for registers
-are computed twice. Many tokens go to quantize_many.cu, where ctas stay.
+The decision made here is how a token's blocks are shared out to warps: a block a warp while tokens are few and latency
+counts, in a cluster of ctas if one is not enough; several blocks a warp (half as many threads a cta) once the GPU is
+full; rows too wide for registers are computed twice. Many tokens go to quantize_many.cu, where ctas stay.
 """
 
 import dataclasses
@@ -46,6 +46,7 @@ OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in th
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 WARP = 32
 FEW_WARPS, MOST_WARPS = 16, 32  # of a cta
+MOST_CLUSTER = 8  # ctas that share a token
 ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
 MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
 _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
@@ -55,7 +56,8 @@ _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
 class TokenPlan:
     """How one shape is launched: a cta a token."""
 
-    warps: int
+    warps: int  # of a cta
+    cluster: int  # ctas that share a token
     rounds: int  # blocks a warp takes; 0: as many as it needs, their values computed twice
     gather: bool  # through a row in shared memory
     vector: bool  # rows are aligned to four channels
@@ -63,11 +65,12 @@ class TokenPlan:
 
     def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str) -> dict[str, int | str]:
         """The preprocessor definitions of quantize_token.cu."""
-        wide = self.warps > FEW_WARPS
+        wide = self.warps > FEW_WARPS or self.cluster > 1
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": int(self.vector), "STAGE": 1, "OUT": 1, "SHARE": 1,
             "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(self.gather), "ROUNDS": max(1, self.rounds),
-            "KEEP": int(self.rounds > 0), "BATCH": min(MOST_BATCH, self.rounds or MOST_BATCH),
+            "CLUSTER": self.cluster, "KEEP": int(self.rounds > 0),
+            "BATCH": min(MOST_BATCH, self.cluster * self.rounds or MOST_BATCH),
             "THREADS": WARP * (MOST_WARPS if wide else FEW_WARPS), "MIN_CTAS": 1 if wide else 2,
         }  # fmt: skip
 
@@ -83,25 +86,28 @@ def plan_token(rows: int, channels: int, fuse: str, gathered: bool, vector: bool
     gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
     shared_bytes = -(-blocks // 4) * 16 + (blocks * BLOCK * cell if gather else 0)
+    cluster = 1
+    while vector and 2 * cluster <= MOST_CLUSTER and 2 * cluster * rows <= sms and cluster * MOST_WARPS < blocks:
+        cluster *= 2
     for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
-        kept = [rounds for rounds in ROUNDS if rounds * warps >= blocks]
+        kept = [rounds for rounds in ROUNDS if rounds * warps * cluster >= blocks]
         if kept and vector:
-            return TokenPlan(-(-blocks // kept[0]), kept[0], gather, vector, shared_bytes)
-    return TokenPlan(min(blocks, MOST_WARPS if vector else FEW_WARPS), 0, gather, vector, shared_bytes)
+            return TokenPlan(-(-blocks // (cluster * kept[0])), cluster, kept[0], gather, vector, shared_bytes)
+    return TokenPlan(min(blocks, MOST_WARPS if vector else FEW_WARPS), 1, 0, gather, vector, shared_bytes)
 
 
 def configurations(family: str) -> list[Configuration]:
     """Every way that quantize_token.cu is compiled on a GPU family."""
     if family != "sm_90":
         return []
-    plans = [(warps, rounds, True) for warps in (FEW_WARPS, MOST_WARPS) for rounds in ROUNDS]
-    plans += [(MOST_WARPS, 0, True), (FEW_WARPS, 0, False)]
+    ways = [(warps, 1, rounds, True) for warps in (FEW_WARPS, MOST_WARPS) for rounds in ROUNDS]
+    ways += [(MOST_WARPS, ctas, rounds, True) for ctas in (2, 4, 8) for rounds in ROUNDS if rounds * ctas <= 16]
+    ways += [(MOST_WARPS, 1, 0, True), (FEW_WARPS, 1, 0, False)]
+    forms = [(fuse, gather) for fuse in FUSE for gather in (True, False) if gather or fuse != "rms_norm"]
     return [
-        Configuration(SOURCE, TokenPlan(warps, rounds, gather, vector, 0).defines(dtype, hadamard, fuse), OPTIONS)
-        for warps, rounds, vector in plans
-        for fuse in FUSE
-        for gather in (True, False)
-        if gather or fuse != "rms_norm"
+        Configuration(SOURCE, TokenPlan(warps, ctas, rounds, gather, vector, 0).defines(dtype, hadamard, fuse), OPTIONS)
+        for warps, ctas, rounds, vector in ways
+        for fuse, gather in forms
         for dtype in ELEMENTS
         for hadamard in (False, True)
     ]
@@ -121,7 +127,9 @@ def _bound(
     sms = properties.multi_processor_count
     limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
 
-    def bind(source: str, defines: dict[str, int | str], ctas: int, warps: int, shared_bytes: int) -> BoundLaunch:
+    def bind(
+        source: str, defines: dict[str, int | str], ctas: tuple[int, int], warps: int, shared_bytes: int
+    ) -> BoundLaunch:
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
         overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
         return kernel.load(device).bind(ctas, WARP * warps, _PARAMS, shared_bytes, overlap)
@@ -130,7 +138,7 @@ def _bound(
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
         if many is not None:
             defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered)
-            bound = bind(quantize_many.SOURCE, defines, many.tokens, many.warps, many.shared_bytes)
+            bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
     vector = channels % 4 == 0 and aligned % 8 == 0
     plan = plan_token(rows, channels, fuse, gathered, vector, sms)
@@ -139,7 +147,9 @@ def _bound(
             f"quantize_token: a row of {channels} channels takes {plan.shared_bytes} bytes of shared memory of {limit}",
             "this GPU is not one that the integer GEMM runs on",
         )
-    return bind(SOURCE, plan.defines(dtype, hadamard, fuse), rows, plan.warps, plan.shared_bytes), plan.gather
+    return bind(
+        SOURCE, plan.defines(dtype, hadamard, fuse), (rows, plan.cluster), plan.warps, plan.shared_bytes
+    ), plan.gather
 
 
 @functools.lru_cache(maxsize=4096)
