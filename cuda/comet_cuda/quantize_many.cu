@@ -68,7 +68,8 @@ __device__ __forceinline__ int share_out(const Arguments& p, uint16_t* table) {
   return (max(next8, next4) + kBlocks - 1) / kBlocks;
 }
 
-// The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage.
+// The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage;
+// two tokens' ratios (SHARE 0).
 struct Ring {
   uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
@@ -79,7 +80,7 @@ struct Ring {
     base = shared_address(shared);
     input_bytes = uint32_t(kGather ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
     weights = base + STAGES * kInputs * input_bytes;
-    barriers = weights + (FUSE == 1 ? blockDim.x * kValues * E::kBytes : 0);
+    barriers = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
   }
   __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
@@ -117,9 +118,9 @@ struct Place {
     const int l0 = lane & 1, l1 = lane >> 1;
     return start_order ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q & 1) + 32 * (q >> 1) + 16 * l0 + 8 * l1;
   }
-  // Of the norm's weights for slots 8 * q on.
+  // Of the norm's weights for slots 8 * q on: eight blocks side by side, so that a warp's lanes read all banks.
   __device__ __forceinline__ uint32_t weights_at(const Ring& ring, int q) const {
-    return ring.weights + ((threadIdx.x / 32 * 4 + q) * 32 + threadIdx.x % 32) * 16;
+    return ring.weights + ((block / kBlocks * 4 + q) * 32 + block % kBlocks * kLanes + lane) * 16;
   }
   __device__ __forceinline__ void find(const Params& p, const Ring& ring) {
     if constexpr (!kGather) {
@@ -397,12 +398,21 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
 
 extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments p) {
   extern __shared__ __align__(128) char shared[];
+#if SHARE == 1
   __shared__ uint16_t table[kMostWarps * kBlocks];
+#endif
   __shared__ float partial[STAGES][kMostWarps];
   __shared__ int active;
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
   const Ring ring(p, shared);
-  for (int i = threadIdx.x; i < kMostWarps * kBlocks; i += blockDim.x) table[i] = kNone;
+#if SHARE == 0
+  float* const first_ratios = reinterpret_cast<float*>(shared + (ring.end() - ring.base));
+  float* ratios = first_ratios;
+  const int pitch = max(p.NB, int(blockDim.x) / 8);
+  // Where the second token's ratios will be: no warp leaves one there before all have read the table.
+  uint16_t* const table = reinterpret_cast<uint16_t*>(first_ratios);
+#endif
+  for (int i = threadIdx.x; i < (blockDim.x / 32) * kBlocks; i += blockDim.x) table[i] = kNone;
   const int padding = kGather || ring.first + ring.channels == p.K ? p.NB * kBlock - p.K : 0; // zeros of the last block
   for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x)
     store_shared_2(ring.input(0, i / padding) + uint32_t(ring.channels + i % padding) * E::kBytes, 0);
@@ -432,10 +442,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
     for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
       ring.copy(p, token, stage, policy);
 
-#if SHARE == 0
-  float* const first_ratios = reinterpret_cast<float*>(shared + (ring.end() - ring.base));
-  float* ratios = first_ratios;
-#endif
   int stage = 0, parity = 0;
   if (FUSE == 1 && blockIdx.x < p.M) {
     mbarrier_wait(ring.full(0), 0);
@@ -469,7 +475,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
       ring.copy(p, refill, last, policy);
     }
 #if SHARE == 0
-    ratios = ratios == first_ratios ? first_ratios + p.NB : first_ratios; // the last token's may still be read
+    ratios = ratios == first_ratios ? first_ratios + pitch : first_ratios; // the last token's may still be read
     if (is_int4)
       quantize_blocks<true>(p, place, v, token, ratios, 32 * warps);
     else

@@ -16,9 +16,10 @@ SOURCE = "quantize_many.cu"
 OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 FUSES = ("none", "rms_norm", "silu_mul")
-FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
-FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 512, "silu_mul": 512}  # of quantize_token: a guess
 TOKEN = 0  # as a share
+FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
+BESIDE = {1: 2048, TOKEN: 1024 + 256 + 128}  # bytes of shared memory a cta takes beside those asked for, by share
+FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 512, "silu_mul": 512}  # of quantize_token: a guess
 BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta; it has one more than blocks need
 FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel is about as fast
@@ -80,10 +81,10 @@ def plan_many(
     splits = -(-needed // warps)
     held = blocks if norm or gathered else BLOCKS * warps
     warps += 1
-    extra = 2 * BLOCKS * BLOCK * warps if norm else 0  # bytes, of the norm's weights
-    extra += 2 * 4 * blocks if token else 0  # of two tokens' ratios
+    extra = 2 * BLOCKS * BLOCK * needed if norm else 0  # bytes, of the norm's weights
+    extra += 2 * 4 * max(blocks, 4 * warps) if token else 0  # of two tokens' ratios, or which warp has which block
     shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra
-    ctas = min(SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + 2048))
+    ctas = min(SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[share]))
     if ctas < (FEWEST_CTAS if norm else 1):
         return None
     return ManyPlan(warps, splits, max(1, min(-(-rows // 8) * 8, sms * ctas // splits)), shared_bytes)
