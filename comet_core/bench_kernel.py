@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comet_core.bench_peers import BASELINE, PEERS
+from comet_core.plan import SHARES
 from comet_core.progress import Progress
 from comet_core.provenance import provenance
 from comet_core.recipe import Recipe, load_recipe, recipe_folder
@@ -22,7 +23,7 @@ from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
-from comet_cuda.quantize_act import quantize_act_ref
+from comet_cuda.quantize_act import QUAD, quantize_act_ref
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, choose_tiles
@@ -102,8 +103,9 @@ class Case:
         perm = torch.randperm(k, device=self.device).int() if self.recipe.blocks.permute else None
         clip = torch.where(bits == 4, a.clip, 1.0).float()
         rotated = a.hadamard and bool((self.bits == 4).any())
-        unit = torch.ones_like(clip) if a.share > 1 else None
-        inputs = ActivationFormat(perm, bits, clip, rotated, a.share, unit)
+        share = SHARES[a.share]
+        unit = torch.ones_like(clip) if share == QUAD else None
+        inputs = ActivationFormat(perm, bits, clip, rotated, share, unit)
         self.canonical = (qweight, scale, zero)
         first = prepare_linear(qweight, scale, zero, inputs)
         copies = copies_for_cold_l2(first.weight.records.numel())

@@ -23,6 +23,7 @@ from comet_core.model_source import ModelSource
 from comet_core.observe import SAMPLE_TOKENS, ChannelStats, observe
 from comet_core.outliers import outlier_channels, report_outliers
 from comet_core.plan import (
+    SHARES,
     BlockPlan,
     PlanChoice,
     block_costs,
@@ -44,7 +45,8 @@ from comet_core.transform import transformed
 from comet_core.whole_files import claimed
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD
+from comet_cuda.quantize_act import QUAD, TOKEN
+from comet_cuda.quantize_token_ref import MOST_CHANNELS
 
 
 def resolve_compute(device: str, dtype: str) -> tuple[str, torch.dtype]:
@@ -272,7 +274,7 @@ def _measure(
         measured.choice = PlanChoice(((error4 - error8) / energy).cpu() * reach, cost, segments)
         if act.clip_search:
             measured.clips = search_clips(x, rotated, perm, act)
-        if act.share > 1 and act.unit:
+        if act.share == QUAD and act.unit:
             measured.ranges = block_ranges(x, perm, act.hadamard).cpu()
         if spec.blocks.rule == "threshold":
             wanted = num_blocks(int(outlier_channels(stats.absmax, spec.blocks.threshold).sum()))
@@ -339,17 +341,20 @@ def _plan_group(m: _Measured) -> GroupPlan:
     if m.clips is not None:
         clip = torch.where(bits == 4, m.clips, clip)
     share = _share(m, bits)
-    unit = typical_units(m.ranges, bits, clip) if share > 1 and m.ranges is not None else None
+    unit = typical_units(m.ranges, bits, clip) if share == QUAD and m.ranges is not None else None
     plan = BlockPlan(m.perm, bits, clip, hadamard, share, unit)
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
 
 
 def _share(m: _Measured, bits: Tensor) -> int:
-    """How many blocks share a scale: 1 where there is none to share, or where tensor-parallel ranks would cut quads."""
-    if not bool((bits == 4).any()) or (m.choice.segments > 1 and len(bits) // m.choice.segments % QUAD):
+    """How many blocks share a scale: 1 where there is none to share, where tensor-parallel ranks would cut what shares
+    it, or where a token's blocks are more than integer sums hold."""
+    share, segments = SHARES[m.spec.activations.share], m.choice.segments
+    cut = segments > 1 and (share == TOKEN or len(bits) // segments % QUAD)
+    if not bool((bits == 4).any()) or cut or (share == TOKEN and m.group.in_channels > MOST_CHANNELS):
         return 1
-    return m.spec.activations.share
+    return share
 
 
 def _all_cost(m: _Measured) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from comet_core.decoder import LinearGroup
 from comet_core.experts import any_expert
 from comet_core.outliers import draw_heat_map
-from comet_core.plan import BlockPlan
+from comet_core.plan import SHARES, BlockPlan
 from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
 from comet_core.whole_files import cannot_write, whole_file, write_text
 from comet_cuda.affine import num_blocks
@@ -167,6 +167,12 @@ def _windows(tokens: Tensor) -> Tensor:
     return tokens.long()
 
 
+def _share(given: Any) -> int:
+    if type(given) is not int or given not in SHARES.values():
+        raise ValueError(f"share is {given!r}")
+    return given
+
+
 def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> GroupPlan:
     given = item["group"]
     group = LinearGroup(
@@ -189,7 +195,7 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
         unit.dtype == torch.float32 and unit.shape == (blocks,) and bool((torch.isfinite(unit) & (unit > 0)).all())
     ):
         raise ValueError(f"{key}.act_unit must be {blocks} finite values above 0")
-    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), {1: 1, 4: 4}[item["share"]], unit)
+    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), _share(item["share"]), unit)
     return GroupPlan(int(item["layer"]), group, tuple(item["quantized"]), plan, absmax, dict(item["report"]))
 
 

@@ -7,6 +7,8 @@ codes by rounding the best real value of their column. Nothing ever rises, so pa
 Source of the idea: Behdin et al., "QuantEase", 2023 (arXiv:2309.01885), which descends on codes alone.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from comet_core.recipe import WeightSpec
 from comet_core.replay import replay
 from comet_cuda.affine import BLOCK, code_max, split_blocks, symmetric_qmax
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
-from comet_cuda.weight_grid import Grid
+from comet_cuda.weight_grid import Grid, snap_scale
 
 
 def descend(w: Tensor, start: QuantizedWeight, hessian: Tensor, spec: WeightSpec) -> QuantizedWeight:
@@ -26,6 +28,7 @@ def descend(w: Tensor, start: QuantizedWeight, hessian: Tensor, spec: WeightSpec
         hessian: f32 [NB * 128, NB * 128], damped as GPTQ's.
     """
     codes, scale, zero, limits = _unpacked(start)
+    base = None if start.base is None else start.base.float()
     blocks = w.shape[1]
     delta = (w - start.dequantize()).flatten(1)
     for _ in range(spec.passes):
@@ -34,14 +37,15 @@ def descend(w: Tensor, start: QuantizedWeight, hessian: Tensor, spec: WeightSpec
             own = hessian[columns, columns].contiguous()
             slope = delta @ hessian[:, columns]  # [N, 128]
             if spec.group == "block":
-                scale[:, b], slope = _best_scale(codes[:, b] - zero[:, b, None], scale[:, b], slope, own)
+                integers = codes[:, b] - zero[:, b, None]
+                scale[:, b], slope = _best_scale(integers, scale[:, b], slope, own, _storable(base, zero[:, b]))
             (found,) = replay(
                 _descend_block, codes[:, b].T.contiguous(), slope.T.contiguous(), own, scale[:, b], zero[:, b], limits
             )
             codes[:, b] = found.T
             delta[:, columns] = w[:, b] - (codes[:, b] - zero[:, b, None]) * scale[:, b, None]
     low, high = (int(limit) for limit in limits.tolist())
-    return assemble(codes, Grid(scale, zero, low, high), spec)
+    return assemble(codes, Grid(scale, zero, low, high), spec, base)
 
 
 def _unpacked(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,16 +59,25 @@ def _unpacked(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return codes, scale, zero, torch.tensor(limits, dtype=torch.float32, device=scale.device)
 
 
-def _best_scale(integers: Tensor, scale: Tensor, slope: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """The least-squares scale of one block where its bfloat16 form still lowers the error; the slope that follows.
+def _storable(base: Tensor | None, zero: Tensor) -> Callable[[Tensor], Tensor]:
+    """What rounds the scales of one block, f32 [N], to those that can be stored. base, zero: f32 [N]."""
+    if base is None:
+        return lambda scale: scale.to(torch.bfloat16).float()
+    return lambda scale: snap_scale(scale, base, zero)
+
+
+def _best_scale(
+    integers: Tensor, scale: Tensor, slope: Tensor, own: Tensor, storable: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The least-squares scale of one block where its stored form still lowers the error; the slope that follows.
 
     Args:
         integers: f32 [N, 128], codes less zero points. scale: f32 [N]. slope: f32 [N, 128], D H of these columns.
-        own: f32 [128, 128], the block of H.
+        own: f32 [128, 128], the block of H. storable: rounds scales to those that can be stored.
     """
     image = integers @ own
     rise, curve = (integers * slope).sum(1), (integers * image).sum(1)
-    best = (scale + rise / curve.clamp(min=1e-30)).to(torch.bfloat16).float()
+    best = storable(scale + rise / curve.clamp(min=1e-30))
     step = best - scale
     lowers = (best > 0) & torch.isfinite(best) & (2 * step * rise - step.square() * curve > 0)
     step = torch.where(lowers, step, torch.zeros_like(step))

@@ -141,7 +141,7 @@ def _linear(
         "int8_blocks": bits.count(8),
         "block_bits": "".join({4: "4", 8: "8", 16: "x"}[bit] for bit in bits),
         "hadamard": entry.hadamard,
-        "share": entry.share,
+        "share": entry.share or "token",
         "permutation": perm,
         "method": note.get("method", "rtn"),
         "relative_output_error": errors.get(note.get("method", "rtn")),

@@ -16,22 +16,24 @@ from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK, num_blocks, split_blocks
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
-from comet_cuda.quantize_act import quantize_act, to_blocks
+from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
+STORED = ("qweight", "w_scale", "w_zero", "weight_base", "block_bits", "perm", "act_clip", "act_unit", "bias")
 CHUNK = 1 << 20  # values of an embedding that are converted at once
 
 
 class W4AxLinear(nn.Module):
     """y = x W^T + bias with W packed. K in_features, N out_features, NB = ceil(K / 128).
 
-    Buffers (their names are the checkpoint's): qweight, w_scale, w_zero (or None), block_bits, perm (or None when the
-    producer's rows carry the permutation), act_clip, act_unit (or None), bias (or None).
+    Buffers (their names are the checkpoint's): qweight, w_scale, w_zero (or None), weight_base (or None), block_bits,
+    perm (or None when the producer's rows carry the permutation), act_clip, act_unit (or None), bias (or None).
     """
 
     qweight: Tensor
     w_scale: Tensor
     w_zero: Tensor | None
+    weight_base: Tensor | None
     block_bits: Tensor
     perm: Tensor | None
     act_clip: Tensor
@@ -43,7 +45,7 @@ class W4AxLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.hadamard, self.share = in_features, out_features, hadamard, share
-        for name in ("qweight", "w_scale", "w_zero", "block_bits", "perm", "act_clip", "act_unit", "bias"):
+        for name in STORED:
             self.register_buffer(name, tensors.get(name))
         self.act_bits = int(self.block_bits.max())  # 16: weight-only
         self._prepared: PreparedLinear | None = None
@@ -112,6 +114,7 @@ def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None
         "qweight": weight.qweight,
         "w_scale": weight.scale,
         "w_zero": weight.zero,
+        "weight_base": weight.base,
         "block_bits": plan.block_bits,
         "perm": None if folded else plan.perm,
         "act_clip": plan.clip,
@@ -122,8 +125,8 @@ def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None
 
 
 def _unit(plan: BlockPlan) -> Tensor | None:
-    """What is stored of a plan's units: nothing where no block shares its scale."""
-    if plan.share == 1:
+    """What is stored of a plan's units: nothing but for quads."""
+    if plan.share != QUAD:
         return None
     return torch.ones_like(plan.clip) if plan.unit is None else plan.unit
 
@@ -147,9 +150,9 @@ def replace_linear(
 
 
 def expected_shapes(
-    in_features: int, out_features: int, weight_bits: int, symmetric: bool
+    in_features: int, out_features: int, weight_bits: int, symmetric: bool, folded: bool = False, share: int = 1
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """dtype and shape that each stored tensor of a linear must have (optional ones included)."""
+    """dtype and shape of each tensor that is stored of a linear, but for its bias. folded: there is no permutation."""
     blocks = num_blocks(in_features)
     qweight = (
         (torch.int8, (out_features, BLOCK * blocks))
@@ -164,9 +167,13 @@ def expected_shapes(
         "w_scale": (torch.bfloat16, (out_features, blocks)),
         "block_bits": (torch.uint8, (blocks,)),
         "act_clip": (torch.float32, (blocks,)),
-        "act_unit": (torch.float32, (blocks,)),
-        "perm": (torch.int32, (in_features,)),
     }
+    if not folded:
+        shapes["perm"] = (torch.int32, (in_features,))
+    if share == QUAD:
+        shapes["act_unit"] = (torch.float32, (blocks,))
+    if share == TOKEN:
+        shapes["weight_base"] = (torch.bfloat16, (out_features,))
     if weight_bits == 4 and not symmetric:
         shapes["w_zero"] = (torch.uint8, (out_features, blocks))
     return shapes

@@ -7,8 +7,8 @@
   tokenizer files, README.md         as the source had them; a model card
 
 Canonical and un-tiled: one checkpoint serves every GPU architecture. A packed linear `L` has L.qweight, L.w_scale,
-L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it), L.act_unit (if blocks
-share scales) and L.bias (if any).
+L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it), L.act_unit (share 4),
+L.weight_base (share 0, one scale a token: scales of a weight row are multiples of it) and L.bias (if any).
 A shard that exists under its final name is complete; config.json is written last, so a folder that has one is whole.
 Nothing that a folder says is believed unchecked: manifest, config, shards and model must agree on every tensor.
 """
@@ -25,17 +25,21 @@ from torch import Tensor, nn
 from comet_core.calibration import BROKEN
 from comet_core.decoder import all_finite, build_empty, is_tied, put_tensor, stored_buffers
 from comet_core.kv_cache import attention_name
-from comet_core.linear import Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
+from comet_core.linear import STORED, Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
+from comet_core.plan import SHARES
 from comet_core.recipe import Recipe, recipe_from_dict
 from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
 from comet_core.weight_reader import MOST_LAYERS
+from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD
+from comet_cuda.quantize_act import TOKEN
+from comet_cuda.quantize_token_ref import check_blocks
+from comet_cuda.weight_grid import scale_fault
 
-FORMAT_VERSION = 2  # 2: shared activation scales
+FORMAT_VERSION = 3  # 2: shared activation scales; 3: one scale a token, scales of a weight row multiples of its base
 MANIFEST = "comet.json"
 STARTED = "packing.json"  # what a folder holds while packing is under way
-PACK_TENSORS = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "act_unit", "perm")
+PACK_TENSORS = tuple(name for name in STORED if name != "bias")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class LinearEntry:
     symmetric: bool
     hadamard: bool
     folded: bool  # the permutation stands in the producer's rows
-    share: int = 1  # blocks that share activation scales up to powers of two: 1 or 4
+    share: int = 1  # blocks whose activation scales are tied to each other: 1, 4, or 0: all of a token
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ def _entry(name: str, given: dict[str, Any]) -> LinearEntry:
     entry = LinearEntry(**given)
     sizes, flags = (entry.in_features, entry.out_features), (entry.symmetric, entry.hadamard, entry.folded)
     whole = all(type(size) is int and size > 0 for size in sizes) and all(type(flag) is bool for flag in flags)
-    if not whole or entry.weight_bits not in (4, 8) or type(entry.share) is not int or entry.share not in (1, QUAD):
+    known = type(entry.share) is int and entry.share in SHARES.values()
+    if not whole or not known or entry.weight_bits not in (4, 8) or (entry.share == TOKEN and entry.weight_bits != 4):
         raise ValueError(f"{name}: {given}")
     return entry
 
@@ -157,11 +162,8 @@ def _described(model: dict[str, Any]) -> dict[str, Any]:
 
 def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> None:
     """Raise CometError unless the stored tensors of one packed linear make sense."""
-    wanted = expected_shapes(entry.in_features, entry.out_features, entry.weight_bits, entry.symmetric)
-    if entry.folded:
-        del wanted["perm"]
-    if entry.share == 1:
-        del wanted["act_unit"]
+    width, rows = entry.in_features, entry.out_features
+    wanted = expected_shapes(width, rows, entry.weight_bits, entry.symmetric, entry.folded, entry.share)
     for leaf, (dtype, shape) in wanted.items():
         if leaf not in tensors:
             raise CometError(f"{name}.{leaf}: is missing", DAMAGED)
@@ -188,12 +190,25 @@ def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> N
     unit = tensors.get("act_unit")
     if unit is not None and not bool((torch.isfinite(unit) & (unit > 0)).all()):
         raise CometError(f"{name}.act_unit: holds a value that is not finite and positive", DAMAGED)
+    if entry.share == TOKEN:
+        _check_integer_scales(name, tensors)
     if "w_zero" in tensors and int(tensors["w_zero"].max()) > 15:
         raise CometError(f"{name}.w_zero: holds a zero point above 15", DAMAGED)
     if "perm" in tensors:
         order = tensors["perm"].long()
         if not torch.equal(order.sort().values, torch.arange(entry.in_features)):
             raise CometError(f"{name}.perm: is no permutation of {entry.in_features} channels", DAMAGED)
+
+
+def _check_integer_scales(name: str, tensors: dict[str, Tensor]) -> None:
+    """What integer sums over all of K rely on, where a token has one scale."""
+    fault = scale_fault(tensors["w_scale"], tensors["weight_base"], tensors.get("w_zero"))
+    if fault is not None:
+        raise CometError(f"{name}.w_scale and weight_base: hold {fault}", DAMAGED)
+    bits = tensors["block_bits"].int()
+    if not {4} <= set(bits.tolist()) <= {4, 8} or bool((bits.diff() > 0).any()):
+        raise CometError(f"{name}.block_bits: 8-bit blocks do not come first", DAMAGED)
+    check_blocks(BLOCK * len(bits), 0)
 
 
 def split_linear_tensors(tensors: dict[str, Tensor], names: Iterable[str]) -> dict[str, dict[str, Tensor]]:

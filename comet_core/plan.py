@@ -17,8 +17,9 @@ from torch import Tensor
 from comet_core.recipe import ActivationSpec, BlockSpec
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD, hadamard_blocks, quantize_act_ref, to_blocks
+from comet_cuda.quantize_act import QUAD, TOKEN, hadamard_blocks, quantize_act_ref, to_blocks
 
+SHARES: dict[int | str, int] = {1: 1, 4: QUAD, "token": TOKEN}  # recipe's word -> `share` of the op
 CLIP_GRID = (-0.25, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1)  # steps around the recipe's clip
 
 
@@ -31,7 +32,9 @@ class BlockPlan:
         block_bits: uint8 [NB], 4 or 8 (16 everywhere: activations are not quantized).
         clip: f32 [NB], share of the absolute maximum that the largest code stands for.
         hadamard: INT4 blocks are rotated (weights too, offline).
-        share: 1, or 4: the INT4 blocks of a quad share their scale up to powers of two (comet_cuda/quantize_act.py).
+        share: 1; 4: the INT4 blocks of a quad share their scale up to powers of two (comet_cuda/quantize_act.py);
+            TOKEN: a token's scales are integer multiples of one number (quantize_token_ref.py) and a weight row's are
+            too (weight_grid.py).
         unit: f32 [NB] or None (ones); with share 4, an INT4 block's typical scale over its quad's mean. Weights are
             multiplied by it before they are quantized.
     """
@@ -126,11 +129,15 @@ def block_error(
     Args:
         x: f32 [S, K] sampled inputs. grams: `block_grams`, rotated where `bits` is 4 and the recipe rotates.
         perm: int32 [K]. bits: 4 or 8. spec: clip, rotation, sharing. clip: of INT4 blocks, in place of the recipe's.
+
+    Blocks that will share one scale a token are judged by scales of their own: which of them are INT8 is not known yet,
+    and outlier blocks as INT4 would spoil the others' multiples.
     """
     count = num_blocks(x.shape[1])
     block_bits = torch.full((count,), bits, dtype=torch.uint8, device=x.device)
     clips = clip_values(block_bits, spec) if clip is None else torch.full((count,), clip, device=x.device)
-    codes, scale = quantize_act_ref(x, perm, block_bits, clips, spec.hadamard, spec.share)
+    share = SHARES[spec.share] or 1
+    codes, scale = quantize_act_ref(x, perm, block_bits, clips, spec.hadamard, share)
     exact = to_blocks(x, perm)
     if spec.hadamard and bits == 4:
         exact = hadamard_blocks(exact)

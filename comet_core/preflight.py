@@ -62,6 +62,7 @@ def packed_bytes(source: ModelSource, recipe: Recipe) -> int:
             blocks = num_blocks(channels)
             total += rows * blocks * BLOCK * spec.weights.bits // 8 + 2 * rows * blocks + 5 * blocks + 4 * channels
             total += 0 if spec.weights.symmetric or spec.weights.bits == 8 else rows * blocks
+            total += 2 * rows if spec.activations.share == "token" else 0
         else:
             total += 2 * torch.Size(shape).numel()
     return total

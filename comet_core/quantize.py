@@ -21,7 +21,7 @@ from comet_cuda.gptq_block import gptq_block
 from comet_cuda.int4 import pack_nibbles
 from comet_cuda.quantize_act import hadamard_blocks, to_blocks
 from comet_cuda.w4ax_gemm import weight_integers
-from comet_cuda.weight_grid import Grid, choose_grid, code_range
+from comet_cuda.weight_grid import Grid, choose_base, choose_grid, code_range
 
 DAMPING_RETRIES = 4  # each time ten times the damping
 
@@ -34,11 +34,13 @@ class QuantizedWeight:
         qweight: uint8 [N, 64 * NB] two 4-bit codes a byte, or int8 [N, 128 * NB] for 8-bit weights.
         scale: bf16 [N, NB].
         zero: uint8 [N, NB] (asymmetric) or None.
+        base: bf16 [N], of which a row's scales are integer multiples (weight_grid.py), or None: scales are free.
     """
 
     qweight: Tensor
     scale: Tensor
     zero: Tensor | None
+    base: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """f32 [N, NB, 128] in storage order (permuted, padded, rotated)."""
@@ -58,13 +60,14 @@ def rotate_int4(blocks: Tensor, block_bits: Tensor) -> Tensor:
     return torch.where((block_bits == 4)[None, :, None], hadamard_blocks(blocks), blocks)
 
 
-def assemble(codes: Tensor, grid: Grid, spec: WeightSpec) -> QuantizedWeight:
-    """Codes f32 [N, NB, 128] and their grid, one a row and block, in their stored form."""
+def assemble(codes: Tensor, grid: Grid, spec: WeightSpec, base: Tensor | None = None) -> QuantizedWeight:
+    """Codes f32 [N, NB, 128] and their grid, one a row and block, in their stored form. base: f32 [N] or None."""
     scale = grid.scale.to(torch.bfloat16)
     if spec.bits == 8:
         return QuantizedWeight(codes.to(torch.int8).flatten(1), scale, None)
     zero = None if spec.symmetric else grid.zero.to(torch.uint8)
-    return QuantizedWeight(pack_nibbles(codes.to(torch.uint8).flatten(1)), scale, zero)
+    stored_base = None if base is None else base.to(torch.bfloat16)
+    return QuantizedWeight(pack_nibbles(codes.to(torch.uint8).flatten(1)), scale, zero, stored_base)
 
 
 def _stacked(grids: list[Grid]) -> Grid:
@@ -78,30 +81,33 @@ def _search(spec: WeightSpec) -> tuple[int, bool, bool]:
     return spec.bits, spec.symmetric, spec.clip_search
 
 
-def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec) -> QuantizedWeight:
+def quantize_rtn(w: Tensor, importance: Tensor, spec: WeightSpec, *, integer: bool = False) -> QuantizedWeight:
     """Round to nearest.
 
     Args:
         w: f32 [N, NB, 128] in storage order. importance: f32 [NB * 128], used by the clip search only.
+        integer: a row's scales are integer multiples of one base (4 bits, a scale a block).
     """
     columns = importance.view(-1, BLOCK)
+    base = choose_base(w, spec.symmetric) if integer else None
     if spec.group == "row":
         grid = _stacked([choose_grid(w.flatten(1), importance, *_search(spec))] * w.shape[1])
     elif w.is_cuda:
-        grid = choose_grid(w, columns, *_search(spec))
+        grid = choose_grid(w, columns, *_search(spec), None if base is None else base[:, None])
     else:  # a block at a time stays in a CPU's cache
-        grid = _stacked([choose_grid(w[:, b], columns[b], *_search(spec)) for b in range(w.shape[1])])
-    return assemble(grid.codes(w), grid, spec)
+        grid = _stacked([choose_grid(w[:, b], columns[b], *_search(spec), base) for b in range(w.shape[1])])
+    return assemble(grid.codes(w), grid, spec, base)
 
 
 def quantize_gptq(
-    w: Tensor, hessian: Tensor, spec: WeightSpec, *, overwrite: bool = False
+    w: Tensor, hessian: Tensor, spec: WeightSpec, *, overwrite: bool = False, integer: bool = False
 ) -> tuple[QuantizedWeight, float] | None:
     """GPTQ: round column by column, moving each column's error into the columns still to come.
 
     Args:
         w: f32 [N, NB, 128] in storage order. hessian: f32 [NB * 128, NB * 128], sum of weighted x x^T.
         spec: bits, symmetry, clip search, damping. overwrite: w may be worked in; it is as large as the linears.
+        integer: as in `quantize_rtn`; the base is chosen before any error moves.
 
     Returns:
         the weight and the damping that was used, or None if the Hessian stayed indefinite through all retries.
@@ -110,10 +116,11 @@ def quantize_gptq(
     if factored is None:
         return None
     upper, damping = factored
+    base = choose_base(w, spec.symmetric) if integer else None
     rest = w.flatten(1) if overwrite else w.flatten(1).clone()
     importance = upper.diagonal().square().reciprocal()  # what an error costs once later columns have made up for it
     row_grid = choose_grid(rest, importance, *_search(spec)) if spec.group == "row" else None
-    given = (row_grid.scale, row_grid.zero) if row_grid is not None else ()
+    given = (row_grid.scale, row_grid.zero, None) if row_grid is not None else (None, None, base)
     codes: list[Tensor] = []
     grids: list[Grid] = []
     for start in range(0, rest.shape[1], BLOCK):
@@ -125,7 +132,7 @@ def quantize_gptq(
         codes.append(chosen)
         grids.append(Grid(scale, zero, *code_range(spec.bits)))
     del factored, upper  # as large as the Hessian
-    return assemble(torch.stack(codes, 1), _stacked(grids), spec), damping
+    return assemble(torch.stack(codes, 1), _stacked(grids), spec, base), damping
 
 
 def cholesky(hessian: Tensor, damping: float) -> tuple[Tensor | None, float]:

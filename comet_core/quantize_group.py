@@ -19,6 +19,7 @@ from comet_core.plan import BlockPlan
 from comet_core.quantize import QuantizedWeight, quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_core.windows import Windows
+from comet_cuda.quantize_act import TOKEN
 
 UNREACHED = "calibration sent no token there; rounded to nearest by the weights alone"
 
@@ -43,8 +44,9 @@ def quantize_group(
         train, held_out = Moments(plan, "none", with_gap=False), None
     if not train.tokens:
         train.hessian.fill_diagonal_(1.0)  # all columns matter alike: what rounding without data works with
+    integer = plan.share == TOKEN
     stored = {name: to_storage(linears[name].weight, plan) for name in names}
-    result = {name: quantize_rtn(stored[name], train.hessian.diagonal(), spec) for name in names}
+    result = {name: quantize_rtn(stored[name], train.hessian.diagonal(), spec, integer=integer) for name in names}
     judge = held_out if held_out is not None and held_out.tokens else train
     energy = {name: judge.energy(stored[name]) for name in names}
     errors = {name: {"rtn": judge.error(stored[name], result[name])} for name in names}
@@ -52,7 +54,7 @@ def quantize_group(
     damping = 0.0
     if spec.method == "gptq" and train.tokens:
         together = torch.cat([stored[name] for name in names])
-        fitted = _fit(together, train, spec, free_gap=judge is not train)
+        fitted = _fit(together, train, spec, integer=integer, free_gap=judge is not train)
         if fitted is not None:
             weight, damping = fitted
             parts = list(_split_rows(weight, [stored[name].shape[0] for name in names]))
@@ -74,12 +76,14 @@ def quantize_group(
     return result, notes
 
 
-def _fit(w: Tensor, train: Moments, spec: WeightSpec, *, free_gap: bool) -> tuple[QuantizedWeight, float] | None:
+def _fit(
+    w: Tensor, train: Moments, spec: WeightSpec, *, integer: bool, free_gap: bool
+) -> tuple[QuantizedWeight, float] | None:
     """GPTQ and the descent after it, on the weights that are best for the target. `free_gap`: nobody else reads it."""
     best = train.best_weights(w, spec.compensation, spec.damping)
     if free_gap:
         train.gap = None
-    fitted = quantize_gptq(best, train.hessian, spec, overwrite=not spec.passes)
+    fitted = quantize_gptq(best, train.hessian, spec, overwrite=not spec.passes, integer=integer)
     if fitted is None or not spec.passes:
         return fitted
     weight, damping = fitted
@@ -131,6 +135,10 @@ def _moments(name: str, plan: BlockPlan, spec: WeightSpec, windows: Windows) -> 
 
 def _split_rows(weight: QuantizedWeight, rows: Sequence[int]) -> list[QuantizedWeight]:
     """A weight that was quantized as several linears' rows on top of each other, taken apart again."""
+
+    def split(tensor: Tensor | None) -> Sequence[Tensor | None]:
+        return [None] * len(rows) if tensor is None else tensor.split(list(rows))
+
     codes, scales = weight.qweight.split(list(rows)), weight.scale.split(list(rows))
-    zeros: Sequence[Tensor | None] = weight.zero.split(list(rows)) if weight.zero is not None else [None] * len(rows)
-    return [QuantizedWeight(*parts) for parts in zip(codes, scales, zeros, strict=True)]
+    parts = zip(codes, scales, split(weight.zero), split(weight.base), strict=True)
+    return [QuantizedWeight(*part) for part in parts]

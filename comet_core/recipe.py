@@ -18,6 +18,7 @@ from typing import Any
 from comet_core.recipe_rules import (
     check_fields,
     check_keys,
+    check_token_share,
     flag,
     nearest_hint,
     number,
@@ -88,7 +89,7 @@ class ActivationSpec:
     clip: float = number(0.9, 0, 1, open_low=True)  # share of absmax that code 7 stands for (INT4 blocks)
     hadamard: bool = flag(True)  # rotate INT4 blocks
     clip_search: bool = flag(False)  # per INT4 block, around `clip`, by output error
-    share: int = one_of(1, 4)  # neighbouring INT4 blocks whose scales differ by powers of two only
+    share: int | str = one_of(1, 4, "token")  # blocks whose scales are tied to each other
     unit: bool = flag(True)  # with share 4: each block's typical scale moves into the weights
 
     def __post_init__(self) -> None:
@@ -218,6 +219,7 @@ class Recipe:
                 f"recipe {self.name}: blocks.tp_granularity is {self.blocks.tp_granularity}, row_parallel is empty",
                 "Name the linears whose input is split over GPUs in blocks.row_parallel, or set tp_granularity to 1.",
             )
+        check_token_share(LinearSpec(self.weights, self.activations, self.blocks), f"recipe {self.name}")
 
     def for_linear(self, name: str) -> LinearSpec:
         """How the linear called `name` (for example model.layers.3.mlp.down_proj) is quantized.
@@ -240,7 +242,9 @@ class Recipe:
             specs["weights"] = dataclasses.replace(specs["weights"], bits=16)
         if specs["weights"].bits == 16:
             specs["activations"] = dataclasses.replace(specs["activations"], bits=16)
-        return LinearSpec(**specs)
+        spec = LinearSpec(**specs)
+        check_token_share(spec, f"recipe {self.name}, {name}")
+        return spec
 
 
 _SECTIONS: dict[str, type[Any]] = {

@@ -28,6 +28,7 @@ from comet_cuda.affine import BLOCK, code_max, split_blocks
 from comet_cuda.int4 import SYMMETRIC_ZERO, pack_nibbles
 from comet_cuda.quantize_act import hadamard_blocks, quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import weight_integers
+from comet_cuda.weight_grid import snap_scale
 
 LOGIT_ROWS = {"cpu": 256, "cuda": 2048}  # token rows whose logits are held at once
 TOKENS_A_PASS = {"cpu": 2048, "cuda": 8192}  # that go through the models at once
@@ -246,9 +247,12 @@ class _TrainableLinear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
 
     def scale(self) -> Tensor:
-        """f32 [N, NB], representable in bfloat16."""
-        scale = self.linear.w_scale.float() * (1 + self.drift)
-        return scale + (scale.to(torch.bfloat16).float() - scale).detach()
+        """f32 [N, NB], as it can be stored: in bfloat16, and as multiples of the rows' bases where they have such."""
+        scale, base = self.linear.w_scale.float() * (1 + self.drift), self.linear.weight_base
+        storable = scale.to(torch.bfloat16).float()
+        if base is not None:
+            storable = snap_scale(scale, base.float()[:, None], self.zero[..., 0])
+        return scale + (storable - scale).detach()
 
     def integers(self) -> Tensor:
         """[N, NB, 128], codes less zero points."""

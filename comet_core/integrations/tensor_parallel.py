@@ -14,6 +14,7 @@ from torch import Tensor
 from comet_core.packed import LinearEntry
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import QUAD, TOKEN
 
 
 def common_entry(prefix: str, members: Sequence[str], linears: dict[str, LinearEntry]) -> LinearEntry | None:
@@ -46,12 +47,12 @@ def check_row_parallel(name: str, entry: LinearEntry, ranks: int, granularity: i
     """
     if ranks == 1:
         return
-    unit = BLOCK * entry.share
+    unit = BLOCK * max(1, entry.share)
     if entry.in_features % (unit * ranks):
         allowed = [n for n in range(1, 65) if entry.in_features % (unit * n) == 0]
         raise CometError(
             f"{name}: {entry.in_features} channels do not split into {ranks} parts of whole "
-            f"{'quads of blocks' if entry.share > 1 else '128-channel blocks'}",
+            f"{'quads of blocks' if entry.share == QUAD else '128-channel blocks'}",
             f"tensor_parallel_size may be {', '.join(map(str, allowed)) or '1 only'} for this linear",
         )
     if not entry.folded and granularity % ranks:
@@ -93,6 +94,8 @@ def local_shapes(
         shapes["w_zero"] = (torch.uint8, (rows, blocks), 0, 1)
     if not entry.folded:
         shapes["perm"] = (torch.int32, (width,), None, 0)
-    if entry.share > 1:
+    if entry.share == QUAD:
         shapes["act_unit"] = (torch.float32, (blocks,), None, 0)
+    if entry.share == TOKEN:
+        shapes["weight_base"] = (torch.bfloat16, (rows,), 0, None)
     return shapes

@@ -14,14 +14,14 @@ from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinea
 from vllm.model_executor.utils import set_weight_attrs
 
 from comet_core.integrations.tensor_parallel import check_row_parallel, local_permutation, local_shapes
-from comet_core.packed import LinearEntry
+from comet_core.packed import PACK_TENSORS, LinearEntry
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
 from comet_cuda.quantize_act import quantize_act
 from comet_cuda.w4ax_gemm import w4ax_gemm
 
 # Where vLLM loads no weights (load_format dummy, for measuring speed):
-DUMMY_SCALE = 1e-3  # weight scale
+DUMMY_SCALE = 2.0**-10  # weight scale
 DUMMY_INT8 = 6  # one block in so many is INT8, about what the default recipe keeps
 
 
@@ -122,15 +122,16 @@ def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         bits = torch.full(shape, 4, dtype=dtype)
         bits[: shape[0] // DUMMY_INT8] = 8
         return bits
-    value = {"act_clip": 1.0, "act_unit": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE}.get(leaf, 0)
+    value = {"act_clip": 1.0, "act_unit": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE, "weight_base": DUMMY_SCALE}.get(
+        leaf, 0
+    )
     if leaf == "qweight":
         return torch.randint(0, 256, shape, dtype=dtype)
     return torch.full(shape, value, dtype=dtype)
 
 
 def _leaves(layer: Any) -> list[str]:
-    names = ("qweight", "w_scale", "w_zero", "block_bits", "act_clip", "act_unit", "perm")
-    return [name for name in names if getattr(layer, name, None) is not None]
+    return [name for name in PACK_TENSORS if getattr(layer, name, None) is not None]
 
 
 def _check(name: str, leaves: dict[str, Tensor]) -> None:

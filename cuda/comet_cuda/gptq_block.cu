@@ -15,6 +15,7 @@ struct Params {
   float* errors;           // [rows, 128]
   float* scale;            // [rows], read where `given`, else written
   float* zero;             // [rows], likewise
+  const float* base;       // [rows]: scales are multiples of it (weight_grid.py); null: they are free
   long long block_stride, factor_stride;
   double step;             // by which a candidate's range is narrower than the one before
   int steps, rows, low, high, qmax, middle, symmetric, given;
@@ -34,6 +35,9 @@ __device__ __forceinline__ float storable(float scale) { // as bfloat16; 1 where
   const unsigned bits = __float_as_uint(scale); // never NaN
   const float rounded = __uint_as_float((bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u);
   return rounded > 0.f && rounded < __uint_as_float(0x7F800000u) ? rounded : 1.f;
+}
+__device__ __forceinline__ float most_multiple(float zero) { // that keeps 4-bit codes' products with it in 8 bits
+  return fminf(floorf(__fdiv_rn(127.f, fmaxf(zero, 15.f - zero))), 15.f);
 }
 template <typename Join> __device__ __forceinline__ float over_lanes(float x, const Join& join) {
   for (int lanes = 16; lanes; lanes /= 2) x = join(x, __shfl_xor_sync(kWarp, x, lanes));
@@ -65,16 +69,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) gptq_block(const __grid_c
     least = over_lanes(least, [](float a, float b) { return fminf(a, b); });
     most = over_lanes(most, [](float a, float b) { return fmaxf(a, b); });
     float best_error = 0.f;
+    const float base = p.base ? p.base[row] : 0.f;
     for (int step = 0; step < p.steps; ++step) {
       const float shrink = static_cast<float>(1.0 - step * p.step);
       Grid grid = best;
-      if (p.symmetric) {
-        grid.scale = storable(__fdiv_rn(__fmul_rn(fmaxf(-least, most), shrink), float(p.qmax)));
-      } else {
-        const float low = __fmul_rn(least, shrink), high = __fmul_rn(most, shrink);
-        grid.scale = storable(__fdiv_rn(__fsub_rn(high, low), float(p.qmax)));
-        grid.zero = fminf(fmaxf(rintf(__fdiv_rn(-low, grid.scale)), 0.f), float(p.qmax));
-      }
+      const float low = __fmul_rn(least, shrink), high = __fmul_rn(most, shrink);
+      const float span = p.symmetric ? __fmul_rn(fmaxf(-least, most), shrink) : __fsub_rn(high, low);
+      const float wanted = __fdiv_rn(span, float(p.qmax));
+      const float multiple = p.base ? fminf(fmaxf(rintf(__fdiv_rn(wanted, base)), 1.f), 15.f) : 1.f;
+      grid.scale = p.base ? __fmul_rn(multiple, base) : storable(wanted);
+      if (!p.symmetric) grid.zero = fminf(fmaxf(rintf(__fdiv_rn(-low, grid.scale)), 0.f), float(p.qmax));
+      if (p.base) grid.scale = __fmul_rn(fminf(multiple, most_multiple(grid.zero)), base);
       float error = 0.f;
 #pragma unroll
       for (int s = 0; s < kOwn; ++s) {

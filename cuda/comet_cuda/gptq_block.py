@@ -19,7 +19,7 @@ from comet_cuda.weight_grid import SHRINK_STEP, SHRINK_STEPS, Grid, choose_grid,
 SOURCE = "gptq_block.cu"
 ROWS = 16  # a cta, a warp each
 SHARED_BYTES = BLOCK * BLOCK * 4
-_PARAMS = struct.Struct("<7Q2qd8i")  # struct Params of the kernel
+_PARAMS = struct.Struct("<8Q2qd8i")  # struct Params of the kernel
 
 
 def configurations(_: str) -> list[Configuration]:
@@ -36,6 +36,7 @@ def gptq_block_ref(
     search: bool,
     scale: Tensor | None = None,
     zero: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round column by column, moving each column's error into those after it.
 
@@ -43,13 +44,14 @@ def gptq_block_ref(
         block: f32 [N, 128]. factor: f32 [128, 128], these columns of the upper factor of the inverse Hessian.
         importance: f32 [128], weight of each column's squared error in the search. bits: 4, or 8 (symmetric only).
         search: try narrower ranges. scale, zero: f32 [N], a grid that is given; else it is chosen here.
+        base: f32 [N], of which the scales chosen here must be multiples (weight_grid.py; 4 bits), or None.
 
     Returns:
         codes int8 [N, 128], errors over the factor's diagonal f32 [N, 128] (what later blocks take their share of),
         scale f32 [N], zero f32 [N].
     """
     if scale is None or zero is None:
-        grid = choose_grid(block, importance, bits, symmetric, search)
+        grid = choose_grid(block, importance, bits, symmetric, search, base)
     else:
         grid = Grid(scale.clone(), zero.clone(), *code_range(bits))
     columns = block.T.clone(memory_format=torch.contiguous_format)  # a column of weights is contiguous
@@ -75,12 +77,14 @@ def gptq_block_gpu(
     search: bool,
     scale: Tensor | None = None,
     zero: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`gptq_block_ref` on CUDA tensors."""
     if os.environ.get("COMET_GPTQ") == "reference":
-        return gptq_block_ref(block, factor, importance, bits, symmetric, search, scale, zero)
+        return gptq_block_ref(block, factor, importance, bits, symmetric, search, scale, zero, base)
     block, factor = (x if x.stride(-1) == 1 else x.contiguous() for x in (block, factor))
     importance, device, rows = importance.contiguous(), block.get_device(), len(block)
+    base = None if base is None else base.contiguous()
     given = scale is not None and zero is not None
     codes = block.new_empty(rows, BLOCK, dtype=torch.int8)
     errors = block.new_empty(rows, BLOCK)
@@ -89,6 +93,7 @@ def gptq_block_gpu(
     qmax = symmetric_qmax(bits) if symmetric else code_max(bits)
     params = _PARAMS.pack(
         *(tensor.data_ptr() for tensor in (block, factor, importance, codes, errors, scale, zero)),
+        0 if base is None else base.data_ptr(),
         block.stride(0), factor.stride(0), SHRINK_STEP, SHRINK_STEPS if search else 1, rows, *code_range(bits), qmax,
         middle_code(bits), symmetric, given,
     )  # fmt: skip
@@ -108,7 +113,7 @@ def _fake(
 
 define_op(
     "gptq_block(Tensor block, Tensor factor, Tensor importance, int bits, bool symmetric, bool search, "
-    "Tensor? scale=None, Tensor? zero=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? scale=None, Tensor? zero=None, Tensor? base=None) -> (Tensor, Tensor, Tensor, Tensor)",
     gptq_block_ref,
     _fake,
 )
@@ -124,9 +129,10 @@ def gptq_block(
     search: bool,
     scale: Tensor | None = None,
     zero: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op behind `gptq_block_ref`."""
     found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.comet.gptq_block(
-        block, factor, importance, bits, symmetric, search, scale, zero
+        block, factor, importance, bits, symmetric, search, scale, zero, base
     )
     return found

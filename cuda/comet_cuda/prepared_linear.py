@@ -28,7 +28,7 @@ class ActivationFormat:
     block_bits: Tensor  # uint8 [NB], 4 or 8
     clip: Tensor  # f32 [NB]
     hadamard: bool
-    share: int = 1
+    share: int = 1  # or 4, or TOKEN
     unit: Tensor | None = None  # f32 [NB], with share 4
 
 

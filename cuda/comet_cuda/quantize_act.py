@@ -7,6 +7,7 @@ gather, pad with zeros, convert to float32, rotate INT4 blocks (if asked), absma
 Shared scales. With share = 4 the INT4 blocks of a quad (blocks 4g .. 4g + 3) have scales that differ by powers of two
 only. An INT4 code times a power of two is still an exact e4m3 number, so a GPU that runs INT4 on its FP8 tensor cores
 takes the powers of two into the operand and rescales its float32 sums once a quad instead of once a block.
+With share = TOKEN all scales of a token are integer multiples of one number: see quantize_token_ref.py.
 """
 
 import torch
@@ -99,14 +100,15 @@ def quantize_act_ref(
         block_bits: uint8 [NB], NB = ceil(K / 128), each 4 or 8.
         clip: float32 [NB] in (0, 1]: the share of the absolute maximum that the largest code stands for.
         hadamard: rotate the INT4 blocks by the orthonormal Hadamard transform before quantizing.
-        share: 1, every block has its own scale; 4, the INT4 blocks of a quad share theirs up to powers of two.
+        share: 1, every block has its own scale; 4, the INT4 blocks of a quad share theirs up to powers of two;
+            TOKEN, those of a token are integer multiples of one number (INT8 blocks come first then).
         unit: float32 [NB] or None (ones), with share 4: what an INT4 block's scale typically is over its quad's mean.
             Codes stand for multiples of scale * unit; the weights carry the unit, so it is not part of the scale.
 
     Returns:
         codes: int8 [M, NB, 128] in [-7, 7] or [-127, 127].
         scale: float32 [M, NB]; absmax * (clip / qmax), and 1 where the block is all zero; with share 4 see
-            `shared_exponents`.
+            `shared_exponents`, with TOKEN `token_multiples` of quantize_token_ref.py.
     """
     return quantize_quads(x, perm, block_bits, clip, hadamard, share, unit)[:2]
 
@@ -120,7 +122,9 @@ def quantize_quads(
     share: int = 1,
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quantize_act_ref` with a third result: the quads' scales S, float32 [M, ceil(NB / 4)], or None with share 1."""
+    """`quantize_act_ref` with a third result: the quads' scales S, float32 [M, ceil(NB / 4)], with share 4; or None."""
+    if share == TOKEN:
+        return *_by_token(x, perm, block_bits, clip, hadamard, unit), None
     blocks = to_blocks(x, perm).float()
     if hadamard:
         is_int4 = (block_bits == 4)[None, :, None]
@@ -138,10 +142,28 @@ def quantize_quads(
         step = torch.where(is_int4, scale * factor, scale)
         quad = shared[:, ::QUAD].contiguous()
     elif share != 1:
-        raise CometError(f"quantize_act: share={share}", f"blocks share their scale alone (1) or in quads ({QUAD})")
+        raise CometError(
+            f"quantize_act: share={share}",
+            f"it must be 1 (a scale a block), {QUAD} (quads of blocks) or {TOKEN} (all blocks of a token)",
+        )
     codes = torch.round(blocks / step[..., None])
     bound = qmax[None, :, None]
     return torch.minimum(torch.maximum(codes, -bound), bound).to(torch.int8), scale, quad
+
+
+def _by_token(
+    x: Tensor, perm: Tensor | None, block_bits: Tensor, clip: Tensor, hadamard: bool, unit: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from comet_cuda.quantize_token_ref import check_blocks, quantize_by_token  # which builds on this module
+
+    if unit is not None:
+        raise CometError("quantize_act: units are given with one scale a token", "they belong to share 4 alone")
+    check_blocks(x.shape[1], 0)
+    is_int8 = block_bits == 8
+    if not is_int8.is_cuda and bool((is_int8.int().diff() > 0).any()):
+        raise CometError("quantize_act: one scale a token, but 8-bit blocks do not come first", "order the blocks so")
+    codes, scale, multiple = quantize_by_token(x, perm, is_int8, clip, hadamard)
+    return codes, scale[:, None] * multiple
 
 
 def _fake(

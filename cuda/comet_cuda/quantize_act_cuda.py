@@ -22,7 +22,7 @@ from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
-from comet_cuda.quantize_act import QUAD, quantize_quads
+from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act_ref, quantize_quads
 from comet_cuda.weight_layout import ATOM, ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
 from comet_cuda.weight_layout_sm80 import tile_activations_sm80
 
@@ -282,6 +282,8 @@ def quantize_act_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act` on CUDA tensors."""
+    if share == TOKEN:  # whose kernel has a layout of its own (quantize_token.py)
+        return quantize_act_ref(x, perm, block_bits, clip, hadamard, share, unit)
     x = as_rows(x, "quantize_act")
     codes, scale = _empty(x.shape[0], block_bits.numel(), "canonical").on(x.get_device())
     launch(x, perm, block_bits, clip, hadamard, codes, scale, "canonical", share, unit)
@@ -350,6 +352,8 @@ def quantize_act_tiled_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act_tiled_ref` on CUDA tensors."""
+    if share == TOKEN:  # whose kernel has a layout of its own (quantize_token.py)
+        return quantize_act_tiled_ref(x, perm, block_bits, clip, hadamard, layout, share, unit)
     x = as_rows(x, "quantize_act_tiled")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
     launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit)

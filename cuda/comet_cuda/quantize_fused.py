@@ -9,6 +9,7 @@ from torch import Tensor
 
 from comet_cuda.errors import CometError
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
+from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import (
     QUANTIZE_ARGUMENTS,
     as_rows,
@@ -82,6 +83,8 @@ def rms_norm_quantize_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_ref` on CUDA tensors."""
+    if share == TOKEN:
+        return rms_norm_quantize_ref(x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share, unit)
     x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
     norm = ("rms_norm", residual, summed, weight, eps)
@@ -116,6 +119,8 @@ def silu_mul_quantize_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`silu_mul_quantize_ref` on CUDA tensors."""
+    if share == TOKEN:
+        return silu_mul_quantize_ref(gate_up, perm, block_bits, clip, hadamard, layout, share, unit)
     gate_up = as_rows(gate_up, "silu_mul_quantize")
     codes, meta = empty_tiled(gate_up, block_bits.numel(), layout)
     launch(gate_up, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, "silu_mul")

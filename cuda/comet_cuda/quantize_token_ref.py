@@ -4,7 +4,8 @@ A token's scales are integer multiples m of one float32 number S, so INT4 codes 
 at most 126) and INT8 blocks keep theirs beside them. The GEMM sums integers over all of K and multiplies once by S.
 
 INT8 blocks come first, in groups of 1, 2, 4, 8, ... blocks; their multiples are powers of two, one a group, that do not
-grow from group to group: the GEMM adds block after block and shifts its sums between groups.
+grow from group to group: the GEMM adds block after block and shifts its sums between groups. S is so chosen that the
+power of the first group, which holds the outliers, wastes nothing of its range.
 
 Layout: A = ceil(M / 8) atoms of 8 tokens, swizzled as in weight_layout.py. `codes` uint8 [NB, A, 1024]: code * m of
 INT4 blocks, the code of INT8 blocks. `multiples` int32 [max(INT8 blocks, 1), A, 8]: e of m = 2^e in bits 0-7; in bits
@@ -48,48 +49,59 @@ def token_shapes(
     return (blocks, atoms, ATOM_BYTES), (max(int8_blocks, 1), atoms, ATOM), (atoms * ATOM,)
 
 
-def token_multiples(ratio: Tensor, int8_blocks: int) -> tuple[Tensor, Tensor]:
+def token_multiples(ratio: Tensor, is_int8: Tensor) -> tuple[Tensor, Tensor]:
     """The scale of each token, and its blocks' multiples of it.
 
     Args:
         ratio: float32 [M, NB], the scale that each block would choose alone.
-        int8_blocks: how many of the first blocks have 8 bits.
+        is_int8: bool [NB], true for the first blocks: those of 8 bits.
 
     Returns:
         S: float32 [M], and m: float32 [M, NB], whole numbers.
     """
-    eights, fours = ratio[:, :int8_blocks], ratio[:, int8_blocks:]
-    if int8_blocks:  # each as large as all from its group's first on
-        numbers = torch.arange(1, int8_blocks + 1, dtype=torch.float32, device=ratio.device)
-        begin = (1 << (torch.frexp(numbers).exponent - 1)) - 1
-        eights = eights.flip(-1).cummax(-1).values.flip(-1)[:, begin]
-    top = fours.amax(-1) if fours.shape[1] else torch.zeros_like(ratio[:, 0])
+    blocks = ratio.shape[1]
+    top = torch.where(is_int8, 0.0, ratio).amax(-1)
+    numbers = torch.arange(1, blocks + 1, dtype=torch.float32, device=ratio.device)
+    begin = (1 << (torch.frexp(numbers).exponent - 1)) - 1  # of each block's group
+    falling = torch.where(is_int8, ratio, 0.0).flip(-1).cummax(-1).values.flip(-1)
+    eights = torch.where(is_int8, falling[:, begin], 0.0)  # each as large as all from its group's first on
     parts = torch.zeros(len(ratio), PARTIALS, dtype=ratio.dtype, device=ratio.device)
-    for strip in torch.nn.functional.pad(eights, (0, -int8_blocks % PARTIALS)).split(PARTIALS, dim=1):
-        parts = parts + strip if strip.shape[1] else parts
+    for strip in torch.nn.functional.pad(eights, (0, -blocks % PARTIALS)).split(PARTIALS, dim=1):
+        parts = parts + strip
     while parts.shape[1] > 1:
         low, high = parts.chunk(2, dim=1)
         parts = low + high
     constants = torch.tensor([1 / MOST_INT4, 1 / INT8_SUM], dtype=torch.float32, device=ratio.device)
     least = torch.maximum(top * constants[0], parts[:, 0] * constants[1])
+    first = eights[:, 0]
+    steps = (torch.frexp(first / least).exponent - 1).clamp(min=0)  # 2^steps <= first / least
+    least = torch.where(first > least, torch.maximum(least, torch.ldexp(first, -steps)), least)
     rounded_up = ((least.view(torch.int32) + DROPPED_BITS) & ~DROPPED_BITS).view(torch.float32)
     scale = torch.where(least > 0, rounded_up.clamp(min=SMALLEST_SCALE), torch.ones_like(least))
     bits = (eights / scale[:, None]).view(torch.int32)
     exponent = (((bits + 0x7FFFFF) >> 23) - 127).clamp(min=0)  # of the power of two that is not below
     powers = torch.ldexp(torch.ones_like(eights), exponent)
-    return scale, torch.cat((powers, (fours / scale[:, None]).round().clamp(1, MOST_INT4)), dim=1)
+    return scale, torch.where(is_int8, powers, (ratio / scale[:, None]).round().clamp(1, MOST_INT4))
+
+
+def first_blocks(blocks: int, int8_blocks: int, device: torch.device) -> Tensor:
+    """bool [NB], true for the first `int8_blocks`."""
+    return torch.arange(blocks, device=device) < int8_blocks
 
 
 def quantize_by_token(
-    x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
+    x: Tensor, perm: Tensor | None, is_int8: Tensor, clip: Tensor, hadamard: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """codes int8 [M, NB, 128], S float32 [M] and m float32 [M, NB]; arguments as in `quantize_token_ref`."""
-    is_int4 = torch.arange(len(clip), device=clip.device) >= int8_blocks
+    """codes int8 [M, NB, 128], S float32 [M] and m float32 [M, NB].
+
+    Args:
+        x, perm, clip, hadamard: as in `quantize_token_ref`. is_int8: bool [NB], see `first_blocks`.
+    """
     blocks = to_blocks(x, perm).float()
     if hadamard:
-        blocks = torch.where(is_int4[None, :, None], hadamard_blocks(blocks), blocks)
-    bound = torch.where(is_int4, float(symmetric_qmax(4)), float(symmetric_qmax(8)))
-    scale, multiple = token_multiples(blocks.abs().amax(-1) * (clip / bound), int8_blocks)
+        blocks = torch.where(is_int8[None, :, None], blocks, hadamard_blocks(blocks))
+    bound = torch.where(is_int8, float(symmetric_qmax(8)), float(symmetric_qmax(4)))
+    scale, multiple = token_multiples(blocks.abs().amax(-1) * (clip / bound), is_int8)
     step = scale[:, None] * multiple
     codes = torch.round(blocks / step[..., None])
     bound = bound[:, None]
@@ -108,7 +120,8 @@ def quantize_token_ref(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: T
         codes, multiples and token_scale (see the module).
     """
     check_blocks(x.shape[1], int8_blocks)
-    codes, scale, multiple = quantize_by_token(x, perm, int8_blocks, clip, hadamard)
+    is_int8 = first_blocks(len(clip), int8_blocks, clip.device)
+    codes, scale, multiple = quantize_by_token(x, perm, is_int8, clip, hadamard)
     return tile_activations_integer_sm90(codes, multiple, scale, int8_blocks)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from comet_core.packed import FORMAT_VERSION, load_packed
 from comet_core.shards import tensor_sha256
+from comet_cuda.quantize_act import TOKEN
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -24,7 +25,7 @@ def test_a_golden_folder_means_what_it_meant(version: int) -> None:
     with torch.no_grad():
         logits = packed.model(input_ids=torch.tensor(expected["tokens"]), use_cache=False).logits[0, -3:]
     torch.testing.assert_close(logits, torch.tensor(expected["last_logits"]), rtol=1e-4, atol=1e-4)
-    assert {entry.share for entry in packed.manifest.linears.values()} == ({1} if version == 1 else {1, 4})
+    assert {entry.share for entry in packed.manifest.linears.values()} == {1: {1}, 2: {1, 4}, 3: {1, TOKEN}}[version]
     assert float(logits.std()) > 0.02, "logits near zero would agree with anything"
 
 

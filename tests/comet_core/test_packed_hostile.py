@@ -137,7 +137,7 @@ def test_a_lost_bias_is_noticed(put_through: Any, llama_config: Any, tmp_path: P
 
 
 MANIFEST = {
-    "version of the future": (lambda m: m.update(format_version=3), "format_version is 3"),
+    "version of the future": (lambda m: m.update(format_version=4), "format_version is 4"),
     "version as text": (lambda m: m.update(format_version="1"), "format_version is '1'"),
     "version true": (lambda m: m.update(format_version=True), "format_version is True"),
     "no version": (lambda m: m.pop("format_version"), "format_version"),
@@ -273,7 +273,7 @@ def test_random_damage_loads_or_is_refused(tiny: Any, tmp_path: Path, data: st.D
 
 
 CALIBRATION = {
-    "version of the future": (lambda m: m.update(format_version=3), "format_version is 3"),
+    "version of the future": (lambda m: m.update(format_version=4), "format_version is 4"),
     "version as text": (lambda m: m.update(format_version="1"), "format_version is '1'"),
     "no groups": (lambda m: m.pop("groups"), "groups"),
     "a group lost": (lambda m: m["groups"].pop(), "groups are not the linears"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda.gptq_block import gptq_block, gptq_block_gpu, gptq_block_ref
-from comet_cuda.weight_grid import choose_grid
+from comet_cuda.weight_grid import choose_base, choose_grid, most_multiple
 
 _spec = importlib.util.spec_from_file_location("emulated", Path(__file__).with_name("emulated.py"))
 assert _spec is not None and _spec.loader is not None
@@ -58,6 +58,21 @@ def test_the_kernel_by_emulation(kind: tuple[int, bool, bool], monkeypatch: pyte
     found = gptq_block_gpu(block, factor, importance, *kind, *given)
     assert torch.equal(found[2], given[0]) and torch.equal(found[3], given[1])
     check(found, wanted, block)
+    check_multiples(block, factor, importance, kind)
+
+
+def check_multiples(block: Tensor, factor: Tensor, importance: Tensor, kind: tuple[int, bool, bool]) -> None:
+    """The same with scales that are multiples of a base a row, of which some are so small that the most is 15 of it."""
+    bits, symmetric, search = kind
+    if bits != 4:
+        return
+    base = choose_base(block.cpu()[:, None], symmetric) * torch.where(torch.arange(len(block)) % 2 == 0, 1.0, 0.5)
+    wanted = gptq_block_ref(block.cpu(), factor.cpu(), importance.cpu(), bits, symmetric, search, base=base)
+    found = gptq_block_gpu(block, factor, importance, bits, symmetric, search, base=base.to(block.device))
+    check(found, wanted, block.cpu())
+    multiple = found[2].cpu() / base
+    assert torch.equal(multiple, multiple.round()) and 5 < multiple.max() <= 15 and multiple.min() >= 1
+    assert bool((multiple <= most_multiple(found[3].cpu())).all())
 
 
 def test_the_outcome_is_gptq_by_its_definition() -> None:
@@ -95,3 +110,4 @@ def test_the_kernel_on_a_gpu(kind: tuple[int, bool, bool], rows: int) -> None:
     given = (wanted[2], wanted[3])
     found = gptq_block(block.cuda(), factor.cuda(), importance.cuda(), *kind, *(x.cuda() for x in given))
     check(found, gptq_block_ref(block, factor, importance, *kind, *given), block)
+    check_multiples(block.cuda(), factor.cuda(), importance.cuda(), kind)

@@ -13,6 +13,7 @@ from comet_cuda.quantize_token import plan_token
 from comet_cuda.quantize_token_ref import (
     MOST_CHANNELS,
     TokenOperand,
+    first_blocks,
     quantize_by_token,
     quantize_token_ref,
     rms_norm_quantize_token_ref,
@@ -27,7 +28,7 @@ from tests.comet_cuda.token_problems import MIXES, equal, exact_norm, exact_silu
 @pytest.mark.parametrize("mix", MIXES)
 def test_scales_are_multiples_that_the_gemm_can_add(mix: str) -> None:
     x, (perm, eights, clip, hadamard) = problem(40, 4224, torch.bfloat16, mix, gathered=True, hadamard=True)
-    codes, scale, multiple = quantize_by_token(x, perm, eights, clip, hadamard)
+    codes, scale, multiple = quantize_by_token(x, perm, first_blocks(33, eights, x.device), clip, hadamard)
     assert torch.equal(scale.view(torch.int32) & 0xFFF, torch.zeros(40, dtype=torch.int32))
     product = scale[:, None] * multiple
     assert torch.equal(product.double(), scale[:, None].double() * multiple.double())  # exact
@@ -40,6 +41,16 @@ def test_scales_are_multiples_that_the_gemm_can_add(mix: str) -> None:
         assert multiple[:, :eights].sum(-1).max() <= 500 + eights
         assert codes[:, :eights].abs().max() == 127
     assert scale[3] == 1 and (multiple[3] == 1).all() and (codes[3] == 0).all()  # the row of zeros
+
+
+def test_the_power_of_the_outliers_wastes_no_codes() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(200, 9 * 128, generator=generator)
+    x[:, :128] *= torch.exp2(8 * torch.rand(200, 1, generator=generator))
+    codes, _, multiple = quantize_by_token(x, None, first_blocks(9, 3, x.device), torch.ones(9), False)
+    outliers = multiple[:, 0] > 1
+    assert outliers.sum() > 150 and (codes[outliers, 0].abs().amax(-1) == 127).all()
+    assert multiple[outliers, 3:].amax(-1).min() >= 9  # of 18: the price
 
 
 def contract(x: Tensor, eights: int, clip: Tensor) -> tuple[list[float], list[list[float]]]:
@@ -61,6 +72,11 @@ def contract(x: Tensor, eights: int, clip: Tensor) -> tuple[list[float], list[li
         for step in (16, 8, 4, 2, 1):
             parts = [parts[i] + parts[i ^ step] for i in range(32)]
         least = max(max([f(0), *ratios[eights:]]) * f(1 / 18), parts[0] * f(1 / 250))
+        if eights and ratios[0] > least:  # raised until the first INT8 block's ratio is a power of two of it
+            steps = 0
+            while 2.0 ** (steps + 1) <= float(ratios[0] / least):
+                steps += 1
+            least = max(least, ratios[0] * f(2.0**-steps))
         scale = f(1)
         if least > 0:
             whole = (int(least.view(torch.int32)) + 0xFFF) & ~0xFFF
@@ -83,7 +99,7 @@ def contract(x: Tensor, eights: int, clip: Tensor) -> tuple[list[float], list[li
 def test_the_reference_is_the_contract(mix: str) -> None:
     x, (_, eights, clip, _) = problem(8, 5248, torch.bfloat16, mix, gathered=False, hadamard=False)
     scales, multiples = contract(x.float().view(8, -1, 128), eights, clip)
-    codes, scale, multiple = quantize_by_token(x, None, eights, clip, False)
+    codes, scale, multiple = quantize_by_token(x, None, first_blocks(41, eights, x.device), clip, False)
     assert scale.tolist() == scales and multiple.tolist() == multiples
     bytes_, words, token_scale = untile(quantize_token_ref(x, None, eights, clip, False), 8)
     assert torch.equal(token_scale, scale)

@@ -152,6 +152,12 @@ def test_no_rows_and_views_that_are_not_contiguous_or_aligned() -> None:
     assert equal(quantize_token(shifted, *arguments), wanted, 5, arguments[1])
 
 
+def test_float32_has_no_kernel_but_runs() -> None:
+    x, arguments = problem(4, 256, torch.float16, "mixed", gathered=True, hadamard=True)
+    found = quantize_token(x.cuda().float(), *on_gpu(arguments))
+    assert equal(found, quantize_token_ref(x.cuda(), *on_gpu(arguments)), 4, arguments[1])
+
+
 def test_wrong_arguments_are_named() -> None:
     x, arguments = problem(4, 256, torch.bfloat16, "mixed", gathered=True, hadamard=True)
     x, (perm, eights, clip, _) = x.cuda(), on_gpu(arguments)
@@ -161,8 +167,8 @@ def test_wrong_arguments_are_named() -> None:
         quantize_token_gpu(x, perm, eights, clip[:1], True)
     with pytest.raises(CometError, match="clip is"):
         quantize_token_gpu(x, perm, eights, clip.cpu(), True)
-    with pytest.raises(CometError, match="float32"):
-        quantize_token_gpu(x.float(), perm, eights, clip, True)
+    with pytest.raises(CometError, match="float64"):
+        quantize_token_gpu(x.double(), perm, eights, clip, True)
     with pytest.raises(CometError, match="tokens, channels"):
         quantize_token_gpu(x[0], perm, eights, clip, True)
     wide = torch.zeros(1, MOST_CHANNELS + 128, device="cuda", dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def main() -> None:
         config.save_pretrained(Path(home) / "golden")
         source = resolve_model(str(Path(home) / "golden"), weights="random", seed=1)
         default = recipe_to_dict(load_recipe("w4a4kv4"))
-        default["activations"] |= {"share": 4}  # with every kind of tensor that the format has
+        default["activations"] |= {"share": "token"}  # with the newest kinds of tensor
         recipe = with_calibration(recipe_from_dict(default), samples=8, seq_len=32)
         calibrate(source, recipe, Path(home) / "calibration", device="cpu", progress=SilentProgress())
         pack(source, Path(home) / "calibration", None, OUT, device="cpu", progress=SilentProgress())

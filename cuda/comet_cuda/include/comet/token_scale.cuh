@@ -53,7 +53,12 @@ struct TokenScale {
       for (int d = 16; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, d));
       __syncwarp(); // the maxima that this warp reads are there
     }
-    const float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
+    float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
+    const float first = eights > 0 ? ratios[0] : 0.f;
+    if (first > least) { // at most 250 times, as the sum holds it: the first group's ratio becomes a power of two
+      const int steps = max((__float_as_int(__fdiv_rn(first, least)) >> 23) - 127, 0);
+      least = fmaxf(least, __fmul_rn(first, __int_as_float((127 - steps) << 23)));
+    }
     const float rounded_up = __uint_as_float((__float_as_uint(least) + kDroppedBits) & ~kDroppedBits);
     scale = least > 0.f ? fmaxf(rounded_up, kTiny) : 1.f;
     reciprocal = reciprocal_of(scale <= kHuge ? scale : 1.f);
