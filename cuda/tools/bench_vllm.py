@@ -33,9 +33,9 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `kernels_of` 
 GRAPH_SIZES = [1, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]  # decode batches that are captured
 TOKENS_A_STEP = 8192
 STARTED: list[Any] = []  # engines of this fork: their orderly end takes seconds that nobody needs
-CACHES: dict[str, dict[str, str]] = {  # options of an engine
+CACHES: dict[str, dict[str, Any]] = {  # options of an engine
     "": {}, "kv4": {"kv_cache_dtype": "int4_per_token_head"}, "kv8": {"kv_cache_dtype": "fp8"},
-    "ownkv4": {"attention_backend": "CUSTOM"},
+    "ownkv4": {"attention_backend": "CUSTOM", "block_size": 512},
 }  # fmt: skip
 
 
@@ -262,6 +262,7 @@ def record_throughput(
     from comet_core.provenance import provenance
     from comet_core.results import append
 
+    cache = scheme.partition("+")[2]
     times = [output.metrics for output in outputs if output.metrics is not None]
     first = [1e3 * t.first_token_latency for t in times]
     after = [1e3 * (t.last_token_ts - t.first_token_ts) / (load[1] - 1) for t in times if load[1] > 1]
@@ -272,7 +273,7 @@ def record_throughput(
         "ttft_ms": statistics.median(first) if first else None,
         "tpot_ms": statistics.median(after) if after else None, "weights": "random", "layers": args.layers,
         "gpus": gpus(args), **about,  # kernels, and memory_gib: of the weights
-        "kv_cache": next(iter(CACHES[scheme.partition("+")[2]].values()), "auto"),
+        "kv_cache": CACHES[cache].get("kv_cache_dtype", "COMET's 4-bit pages" if cache else "auto"),
         "flags": f"{mode}, {TOKENS_A_STEP} batched tokens, all requests at once, greedy, no stop",
         "provenance": provenance(seed=0, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
