@@ -75,19 +75,22 @@ class TokenPlan:
         }  # fmt: skip
 
 
-def plan_token(rows: int, channels: int, fuse: str, gathered: bool, vector: bool, sms: int) -> TokenPlan:
+def plan_token(
+    rows: int, channels: int, fuse: str, gathered: bool, vector: bool, sms: int, most_cluster: int = MOST_CLUSTER
+) -> TokenPlan:
     """The plan for x [rows, channels].
 
     Args:
         fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
         vector: rows are aligned to four channels. sms: multiprocessors of the GPU.
+        most_cluster: ctas that may share a token.
     """
     blocks = num_blocks(channels)
     gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
     shared_bytes = -(-blocks // 4) * 16 + (blocks * BLOCK * cell if gather else 0)
     cluster = 1
-    while vector and 2 * cluster <= MOST_CLUSTER and 2 * cluster * rows <= sms and cluster * MOST_WARPS < blocks:
+    while vector and 2 * cluster <= most_cluster and 2 * cluster * rows <= sms and cluster * MOST_WARPS < blocks:
         cluster *= 2
     for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
         kept = [rounds for rounds in ROUNDS if rounds * warps * cluster >= blocks]
@@ -126,6 +129,7 @@ def _bound(
     properties = torch.cuda.get_device_properties(device)
     sms = properties.multi_processor_count
     limit = int(getattr(properties, "shared_memory_per_block_optin", DEFAULT_SHARED))
+    hopper = device_capability(device)[0] == 9  # whose GEMM reads this; elsewhere it is right and no more
 
     def bind(
         source: str, defines: dict[str, int | str], ctas: tuple[int, int], warps: int, shared_bytes: int
@@ -134,18 +138,18 @@ def _bound(
         overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
         return kernel.load(device).bind(ctas, WARP * warps, _PARAMS, shared_bytes, overlap)
 
-    if aligned == 0:
+    if hopper and aligned == 0:
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
         if many is not None:
             defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered)
             bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
     vector = channels % 4 == 0 and aligned % 8 == 0
-    plan = plan_token(rows, channels, fuse, gathered, vector, sms)
+    plan = plan_token(rows, channels, fuse, gathered, vector, sms, MOST_CLUSTER if hopper else 1)
     if plan.shared_bytes > limit - 1024:
         raise CometError(
             f"quantize_token: a row of {channels} channels takes {plan.shared_bytes} bytes of shared memory of {limit}",
-            "this GPU is not one that the integer GEMM runs on",
+            "only GPUs of compute capability 9.0 hold it, and only they have a GEMM for it",
         )
     return bind(
         SOURCE, plan.defines(dtype, hadamard, fuse), (rows, plan.cluster), plan.warps, plan.shared_bytes

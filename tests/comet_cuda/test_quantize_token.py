@@ -9,6 +9,7 @@ from torch import Tensor
 from comet_cuda import quantize_many, quantize_token
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
+from comet_cuda.jit import Configuration
 from comet_cuda.quantize_token import plan_token
 from comet_cuda.quantize_token_ref import (
     MOST_CHANNELS,
@@ -140,12 +141,20 @@ def test_plans_reach_every_block(fuse: str, vector: bool) -> None:
             ]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_the_kernel_compiles_where_there_are_no_clusters(arch: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC (pip install '.[cuda]')")
+    defines = plan_token(8, 4096, "rms_norm", True, True, 108, 1).defines(torch.bfloat16, True, "rms_norm")
+    found = Configuration(quantize_token.SOURCE, defines, quantize_token.OPTIONS).compile(arch).resources
+    assert found["quantize_token"].spill_bytes == 0
+
+
 def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1, **norm) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
     """What the kernel leaves; norm: residual, weight and eps. The sum of x and residual goes into `residual`."""
     perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     gathered = perm is not None
-    plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms)
+    plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, 1)
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
     if many is not None:
