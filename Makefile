@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint reproduce reproduce-speed tables clean
+.PHONY: help setup demo test test-slow test-gpu lint reproduce reproduce-ci reproduce-speed tables clean
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -65,6 +65,11 @@ lint: setup  ## ruff and mypy
 
 reproduce: setup  ## the paper's accuracy tables, on the models that this machine has
 	$(PY) -m comet_cli reproduce
+
+reproduce-ci: setup  ## a small table that fails where a figure or a rank moved
+	@$(PY) -c 'from comet_cli.fetch import fetch; fetch("smollm2-135m")'
+	rm -rf build/reproduce-ci
+	$(PY) -m comet_cli reproduce ci-short --out build/reproduce-ci
 
 reproduce-speed: setup  ## the paper's performance figures, on this GPU
 	$(PY) -m comet_cli reproduce-speed

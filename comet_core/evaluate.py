@@ -213,10 +213,14 @@ def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:
 
 def _load_base(subject: Subject, device: str, dtype: torch.dtype, progress: Progress) -> nn.Module | None:
     try:
-        return load_sixteen(resolve_model(str(subject.base)), device, dtype)
+        source = resolve_model(str(subject.base))
+        whole, own = (c.get_text_config().num_hidden_layers for c in (source.config, subject.model.config))  # type: ignore[union-attr, operator]
+        if whole != own:
+            raise CometError(f"it has {whole} layers, this one was cut to {own}")
+        return load_sixteen(source, device, dtype)
     except CometError as error:
         progress.log(
-            f"the 16-bit model {subject.base} is not at hand, so nothing is compared with it ({error.message})"
+            f"the 16-bit model {subject.base} cannot stand beside this one, so nothing is compared ({error.message})"
         )
         return None
 

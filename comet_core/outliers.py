@@ -98,6 +98,7 @@ def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: 
             axis.set_ylabel("expert, layer by layer" if "*" in name else "layer", fontsize=8)
             axis.set_xticks([0, values.shape[1] - 1 if values.shape[1] < HEAT_MAP_COLUMNS else HEAT_MAP_COLUMNS - 1])
             axis.set_xticklabels(["channel 0", str(values.shape[1] - 1)], fontsize=7)
+            axis.yaxis.get_major_locator().set_params(integer=True)
             axis.tick_params(labelsize=7)
             figure.colorbar(image, ax=axis, fraction=0.03).ax.tick_params(labelsize=7)
     figure.suptitle(f"{title}: channel maximum over the median channel, log10", fontsize=10)

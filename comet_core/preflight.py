@@ -1,8 +1,8 @@
 """What a run will take - time, memory, disk - before it starts, from the model's own first layers.
 
 `rehearse` runs the command's real code three times on one or two layers and a few windows, in a temporary folder, and
-extends time and memory linearly in layers and windows; disk follows from the shapes. `require_disk` is the cheap part
-of it that every packing does first.
+extends time, memory and what lies on the disk linearly in layers and windows. `require_disk`, on bytes that follow from
+the shapes alone, is the cheap part of it that every packing does first.
 """
 
 import gc
@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 
+from comet_core.calibrate import resolve_compute
 from comet_core.calibration import heat_map
 from comet_core.decoder import find_layers, layer_linears
 from comet_core.experts import separate_experts
+from comet_core.hidden import DEFAULT_LIMIT
 from comet_core.host_memory import forget_peak, peak_memory, trim
 from comet_core.model_source import ModelSource
 from comet_core.progress import SilentProgress, Task
+from comet_core.quantize_group import needs_sixteen
 from comet_core.recipe import Recipe, with_calibration
 from comet_core.weight_reader import parameter_table
 from comet_cuda.affine import BLOCK, num_blocks
@@ -40,7 +43,7 @@ class Estimate:
     seconds: float
     memory: int  # peak of the process, Python and its libraries included (host_memory.give_back_freed is in force)
     gpu_memory: int  # peak of torch's allocator; 0 without a GPU
-    disk: int
+    disk: int  # files that it leaves, and hidden states that it keeps in a file while it runs
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class _Run:
     seconds: float
     peaks: dict[str, int]  # of the process, by step
     gpu_memory: int
+    disk: int  # of the files that it left
 
 
 def packed_bytes(source: ModelSource, recipe: Recipe) -> int:
@@ -132,8 +136,18 @@ def rehearse(
         seconds=extended(lambda run: run.seconds),
         memory=max(at_most(base.peaks[step], wide.peaks[step], deep.peaks[step]) for step in base.peaks),
         gpu_memory=at_most(base.gpu_memory, wide.gpu_memory, deep.gpu_memory),
-        disk=packing_disk(whole, recipe) if command == "pack" else SPARE_DISK,
+        disk=int(base.disk + (layers - 1) * (deep.disk - base.disk) + max(0, wide.disk - base.disk) * share)
+        + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)
+        + _spilled(whole, recipe, device, dtype, command),
     )
+
+
+def _spilled(source: ModelSource, recipe: Recipe, device: str, dtype: str, command: str) -> int:
+    """Bytes of hidden states that a run keeps in files: all of them, where they are more than memory should hold."""
+    spec, (_, compute) = recipe.calibration, resolve_compute(device, dtype)
+    states = spec.samples * spec.seq_len * int(source.config.get_text_config().hidden_size) * compute.itemsize
+    twice = command == "pack" and needs_sixteen(recipe.weights)
+    return 0 if states <= DEFAULT_LIMIT else states * (2 if twice else 1)
 
 
 class _Peaks(SilentProgress):
@@ -183,4 +197,5 @@ def _run_small(source: ModelSource, recipe: Recipe, windows: int, command: str, 
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         peaks.end("done")
-    return _Run(seconds, peaks.found, torch.cuda.max_memory_allocated() if on_gpu else 0)
+        disk = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
+    return _Run(seconds, peaks.found, torch.cuda.max_memory_allocated() if on_gpu else 0, disk)

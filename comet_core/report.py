@@ -106,7 +106,7 @@ def _write_tables(folder: Path, tables: Sequence[Table]) -> None:
 
 
 def _figure(value: float | None, digits: int = 2) -> str:
-    return "not finite" if value is None else f"{value:,.{digits}f}"
+    return "not finite" if value is None else f"{value:,.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
 def _size(size: float) -> str:
@@ -137,7 +137,7 @@ def _perplexity(mine: Sequence[Record], digest: str) -> Table:
     for r in chosen:
         rows.setdefault(tuple(r[key] for key in identity[:-1]), {})[r["metric"]] = r
     cells = []
-    for metrics in sorted(rows.values(), key=lambda m: m.get("perplexity", {}).get("value") or math.inf):
+    for metrics in sorted(rows.values(), key=_by_text):
         if (first := metrics.get("perplexity")) is None:
             continue
         cells.append(
@@ -152,6 +152,12 @@ def _perplexity(mine: Sequence[Record], digest: str) -> Table:
         )
     head = ["recipe", "text, windows", "perplexity", "KL to 16-bit", "top-1 as 16-bit", "KV"]
     return Table("perplexity", "Perplexity", head, cells)
+
+
+def _by_text(metrics: dict[str, Record]) -> tuple[str, str, int, float]:
+    """Figures of one text stand together, the lowest perplexity first."""
+    r = metrics.get("perplexity") or next(iter(metrics.values()))
+    return r["task"], str(r["windows"]), r["seq_len"], r["value"] if r["value"] is not None else math.inf
 
 
 def _zero_shot(mine: Sequence[Record]) -> Table:

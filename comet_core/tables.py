@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from comet_core.layer_times import layer_table
 from comet_core.results import Record, attention_table, eval_table, gemm_table, read
 from comet_core.serving_report import serving_table, step_table
 from comet_core.whole_files import write_text
@@ -26,6 +27,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "attention": attention_table,
     "steps": step_table,
     "serving": serving_table,
+    "layers": layer_table,
 }
 
 

@@ -15,15 +15,15 @@ LAYERS = {
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "host_memory", "whole_files", "provenance", "results", "recipe_rules", "recipe", "model_cache",
     "safetensors_files", "experts", "weight_reader", "quantized_source", "gguf_folder", "model_source", "text_files",
-    "corpus", "hidden", "kv_cache", "decoder", "lanes", "layer_check",
+    "corpus", "hidden", "kv_cache", "decoder", "lanes", "layer_check", "layer_times",
     "observe", "outliers", "plan", "edited_source", "folding", "smooth", "rotate",
     "rotate_model", "learned_clip", "transform", "calibration", "calibrate", "replay", "quantize", "descent", "linear",
     "moments", "windows", "quantize_group", "shards", "packed", "inspection", "model_card", "ledger", "scores", "tune",
     "pack_job", "pack", "preflight", "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear",
     "runner_model", "runner_weights", "runner", "step_breakdown", "device_timing", "bench_vllm", "bench_peers",
     "bench_kernel", "bench_plots", "report", "bench_serving", "reproduce_speed", "serving_report", "evaluate",
-    "screen", "bench", "kv_open_page", "zero_shot_tasks", "zero_shot_store", "zero_shot", "zero_shot_table", "tables",
-    "paper_table", "reproduce", "reproduce_report", "bits_plot",
+    "screen", "bench", "kv_open_page", "zero_shot_tasks", "zero_shot_store", "zero_shot", "zero_shot_table",
+    "tables", "paper_table", "reproduce", "reproduce_report", "bits_plot",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
 

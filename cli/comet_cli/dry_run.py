@@ -36,13 +36,13 @@ def dry_run(
         CometError where the run could not be finished: data missing, memory or disk too small.
     """
     from comet_core.calibrate import calibration_tokens
-    from comet_core.preflight import GIB, rehearse, require_disk
+    from comet_core.preflight import GIB, SPARE_DISK, rehearse, require_disk
 
     source = cut(0)
     _, data = calibration_tokens(source, recipe)
     console.talk(f"measuring one and two layers of {source.name}")
     found = rehearse(cut, recipe, command, device=device, dtype=dtype)
-    require_disk(folder, found.disk, "the result")
+    require_disk(folder, found.disk + SPARE_DISK, "the result")
     free_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if found.memory > total_memory:
@@ -52,8 +52,13 @@ def dry_run(
             "use fewer or shorter windows (--samples, --seq-len)",
         )
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    config = source.config.get_text_config()
+    keys = ("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size")
+    widths = {key: getattr(config, key) for key in keys if isinstance(getattr(config, key, None), int)}
     rows = {
-        "model": f"{source.name}, {source.config.get_text_config().num_hidden_layers} layers",
+        "model": f"{source.name}, {config.num_hidden_layers} layers",
+        "widths": ", ".join(f"{key.removesuffix('_size')} {width:,}" for key, width in widths.items()),
+        "tensor parallel": _degrees(recipe.blocks.tp_granularity),
         "recipe": recipe.name,
         "data": f"{data['name']} ({data['origin']}), {data['samples']} x {data['seq_len']} tokens",
         "time": about(found.seconds),
@@ -70,6 +75,12 @@ def dry_run(
     console.table(f"comet {command} would take", [{"what": key, "value": value} for key, value in rows.items()])
     if command == "pack":
         console.table("What would run the result here", paths)
+
+
+def _degrees(granularity: int) -> str:
+    """Over how many GPUs the packed model can be split."""
+    fitting = [n for n in range(1, granularity + 1) if granularity % n == 0]
+    return f"{', '.join(map(str, fitting))} (blocks.tp_granularity {granularity})"
 
 
 def about(seconds: float) -> str:
