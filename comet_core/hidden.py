@@ -9,6 +9,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from comet_core.whole_files import CannotWrite
 from comet_cuda.errors import CometError
 
 TOKENS_A_STEP = {"cpu": 4096, "cuda": 32768}  # that go through a layer at once; longer windows go one by one
@@ -108,7 +109,7 @@ def _reserved(size: int, folder: Path | None) -> IO[bytes]:
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as the hidden states
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        raise CometError(
+        raise CannotWrite(
             f"{folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the hidden states cannot be reserved "
             f"({error.strerror})",
             "free disk space, write to another disk with --out, or use fewer or shorter calibration windows",

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from comet_core.whole_files import CannotWrite
 from comet_cuda.errors import CometError
 
 Record = dict[str, Any]
@@ -96,7 +97,7 @@ def append(path: Path, record: Record) -> None:
                     line = "\n" + line
             sink.write(line.encode())
     except OSError as error:
-        raise CometError(
+        raise CannotWrite(
             f"{path}: a record cannot be written ({error.strerror})",
             f"Name another file. The record is: {line.strip()}",
         ) from None

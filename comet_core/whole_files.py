@@ -46,10 +46,14 @@ def write_text(path: Path, content: str) -> None:
         partial.write_text(content, encoding="utf-8", newline="")
 
 
-def cannot_write(path: Path, error: Exception) -> CometError:
+class CannotWrite(CometError):
+    """The place, not the work, is at fault: whatever comes next would fail there too."""
+
+
+def cannot_write(path: Path, error: Exception) -> CannotWrite:
     """The error for a file that could not be written, with the remedy."""
     full = getattr(error, "errno", None) in NO_ROOM or "os error 28" in str(error) or "os error 27" in str(error)
-    return CometError(
+    return CannotWrite(
         f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})",
         "free disk space and start the same command again" if full else "choose another folder with --out",
     )

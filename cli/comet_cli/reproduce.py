@@ -52,6 +52,7 @@ def reproduce(
     loaded = [resized(table, windows, limit, samples) for table in loaded]
     from comet_core.reproduce import cells, measure, sweep
     from comet_core.reproduce_report import write_report
+    from comet_core.whole_files import CannotWrite
 
     chosen = {"models": _names(models), "recipes": _names(recipes)}
     complaints: list[str] = []
@@ -75,6 +76,8 @@ def reproduce(
                 console.talk(f"{table.name}: cell {number} of {len(missing)}")
                 try:
                     measure(cell, table, out, device=device, dtype=dtype, keep=keep, progress=console.progress())
+                except CannotWrite:  # the next cell would fare no better
+                    raise
                 except CometError as error:
                     console.talk(f"{cell.model}, {cell.row.label}: left out. {error.message}")
         found = cells(table, known(), **chosen)

@@ -1,5 +1,6 @@
 """`comet reproduce`: lists, measures what is here, notices what moved."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,29 @@ def test_a_figure_that_moved_fails(table: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(main.app, ["reproduce", str(table)])
     assert result.exit_code == 2 and "45.000, expected 40.000" in result.stderr
     assert Path("runs/reproduce/small.md").exists(), "what was measured is written all the same"
+
+
+def test_a_full_disk_ends_the_run_and_a_model_that_does_not_fit_a_row_does_not(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comet_core.whole_files import cannot_write
+    from comet_cuda.errors import CometError
+
+    figures(monkeypatch, {})
+    asked = []
+
+    def failing(cell: Any, *_: Any, **__: Any) -> None:
+        asked.append(cell.recipe.name)
+        raise error
+
+    monkeypatch.setattr("comet_core.reproduce.measure", failing)
+    error: CometError = cannot_write(Path("x"), OSError(errno.ENOSPC, "No space left on device"))
+    result = CliRunner().invoke(main.app, ["reproduce", str(table)])
+    assert isinstance(result.exception, CometError) or result.exit_code == 2
+    assert len(asked) == 1, "the next cell would fail too"
+    error = CometError("this family cannot carry a rotation")
+    result = CliRunner().invoke(main.app, ["reproduce", str(table)])
+    assert len(asked) == 3 and result.stderr.count("left out. this family") == 2
 
 
 def test_another_size_is_another_figure(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A short run of the kill campaign; the long one is recorded in results/measured/kills.jsonl."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,6 +17,20 @@ def outcomes(*options: str) -> dict[str, int]:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])["outcomes"]
     return found
+
+
+def test_the_campaign_knows_a_part_from_something_else() -> None:
+    spec = importlib.util.spec_from_file_location("campaign", CAMPAIGN)
+    assert spec is not None and spec.loader is not None
+    campaign = importlib.util.module_from_spec(spec)
+    sys.modules["campaign"] = campaign  # dataclasses look it up
+    spec.loader.exec_module(campaign)
+    whole = [{"a": 1}, {"b": 2}, {"c": 3}]
+    for fine in ([], whole[:2], whole, whole[:1] + whole, whole + whole[:2], whole * 2):
+        assert campaign.part_of(fine, whole), fine
+    for wrong in (whole[1:], whole[:1] + whole[2:], [*whole, {"d": 4}], [{}]):
+        assert not campaign.part_of(wrong, whole), wrong
+    assert campaign.part_of({"x": b"1"}, {"x": b"1", "y": b"2"}) and not campaign.part_of({"x": b"2"}, {"x": b"1"})
 
 
 def test_commands_that_are_stopped_go_on_or_say_what_to_do() -> None:
