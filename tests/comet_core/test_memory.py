@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, SAMPLES, SEQ_LEN = 18, 512, 1408, 4096, 8, 16
+LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, SAMPLES, SEQ_LEN = 16, 512, 1408, 4096, 8, 16
 MIB = 1 << 20
 ALLOWANCE = 8 * MIB  # modules, plans, buffers of the libraries, temporaries of one group's quantization
 
