@@ -124,6 +124,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     try:
         app(prog_name="comet")
+    except KeyboardInterrupt as stop:  # before a command's first line
+        console.talk("\nStopped. The same command starts it again.")
+        raise SystemExit(143 if isinstance(stop, Terminated) else 130) from None
     except BaseException as error:  # a library in Rust that finds no thread raises no Exception
         found = of_the_machine(error)
         if found is None:

@@ -145,6 +145,21 @@ def test_errors_go_to_stderr_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> Non
     assert comet("calibrate", "anything") == (2, "", "error: the thing is 7\nhint: make it 8\n")
 
 
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (main.Terminated, 143)])
+def test_a_stop_while_the_commands_are_still_read_is_no_traceback(
+    stop: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(prog_name: str) -> None:
+        raise stop
+
+    monkeypatch.setattr(main, "app", app)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == code and ended.value.__suppress_context__
+    assert "The same command starts it again." in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130_and_a_word_on_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -307,6 +322,8 @@ def test_a_dry_run_says_what_packing_takes_and_writes_nothing(tmp_path: Path, mo
     code, out, _ = comet("pack", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run", "--json")
     found = json.loads(out)
     assert code == 0 and found["kind"] == "dry-run" and found["estimate"]["seconds"] > 0
+    assert found["widths"] == "hidden 128, intermediate 256, vocab 96"
+    assert found["tensor parallel"] == "1 (blocks.tp_granularity 1)"
     assert not (tmp_path / "runs").exists()
     assert comet("calibrate", "m", "--weights", "random", "--samples", "4", "--seq-len", "16", "--dry-run")[0] == 0
     assert not (tmp_path / "runs").exists()
