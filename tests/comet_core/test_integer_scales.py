@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from comet_core.calibrate import _share
 from comet_core.descent import descend
 from comet_core.inspection import inspect_packed
 from comet_core.linear import W4AxLinear
@@ -26,7 +28,8 @@ from comet_cuda.errors import CometError
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
 from comet_cuda.prepared_linear import prepare_linear
 from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act
-from comet_cuda.quantize_token_ref import first_blocks, quantize_by_token
+from comet_cuda.quantize_act_cuda import quantize_act_tiled
+from comet_cuda.quantize_token_ref import MOST_CHANNELS, first_blocks, quantize_by_token
 from comet_cuda.w4ax_gemm_integer import IntegerWeight
 from comet_cuda.weight_grid import MOST_MULTIPLE, choose_base, choose_grid, most_multiple, scale_fault, snap_scale
 
@@ -271,3 +274,41 @@ def test_inputs_that_are_cut_or_hold_no_int4_keep_scales_of_their_own(put_throug
     assert shares["0.self_attn.q_proj"] == 1 and shares["1.self_attn.q_proj"] == TOKEN  # 8 bit; not cut
     assert shares["0.mlp.up_proj"] == TOKEN and shares["1.mlp.down_proj"] == shares["1.self_attn.o_proj"] == 1  # cut
     assert QUAD not in shares.values()
+
+
+@pytest.mark.parametrize(("channels", "share"), [(MOST_CHANNELS, TOKEN), (MOST_CHANNELS + 1, 1)])
+def test_inputs_that_integer_sums_do_not_hold_keep_scales_of_their_own(channels: int, share: int) -> None:
+    measured = SimpleNamespace(
+        spec=SimpleNamespace(activations=ActivationSpec(share="token")),
+        choice=SimpleNamespace(segments=1),
+        group=SimpleNamespace(in_channels=channels),
+    )
+    assert _share(measured, torch.tensor([8, 4], dtype=torch.uint8)) == share  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_computes_what_the_cpu_does(made: Any) -> None:
+    layer = load_packed(made.packed).model.model.layers[0]
+    x = torch.randn(30, 384, generator=torch.Generator().manual_seed(4))
+    x[:, 5] *= 40
+    for linear, rows in ((layer.self_attn.q_proj, x), (layer.mlp.down_proj, torch.cat((x, x), 1)[:, :576])):
+        codes, scale = linear._quantize(rows)
+        wanted = linear(rows)
+        linear.cuda()
+        on_gpu = linear._quantize(rows.cuda())  # no kernel writes the canonical form
+        assert torch.equal(on_gpu[0].cpu(), codes) and torch.equal(on_gpu[1].cpu(), scale)
+        torch.testing.assert_close(linear(rows.cuda()).cpu(), wanted, rtol=1e-5, atol=1e-5)
+        half, by_half = rows.half(), linear(rows.cuda().half())
+        torch.testing.assert_close(by_half.cpu(), linear.cpu()(half), rtol=2e-3, atol=2e-3)  # rounding of the output
+        for layout in ("sm_80", "portable"):  # what older GPUs run
+            f = linear.inputs
+            found = quantize_act_tiled(
+                rows.cuda(),
+                *(None if t is None else t.cuda() for t in (f.perm, f.block_bits, f.clip)),
+                f.hadamard,
+                layout,
+                TOKEN,
+            )
+            wanted_tiled = quantize_act_tiled(rows, f.perm, f.block_bits, f.clip, f.hadamard, layout, TOKEN)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted_tiled, strict=True))
