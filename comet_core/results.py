@@ -165,8 +165,10 @@ def eval_table(records: Iterable[Record]) -> str:
 
     16-bit comes first within a model, then by rising perplexity; below stands what each base model is.
     """
-    evals = [record for record in records if record["kind"] == "eval"]
-    row_key = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized")
+    evals = [
+        record | {"engine": record["protocol"].get("engine", "comet")} for record in records if record["kind"] == "eval"
+    ]
+    row_key = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized", "engine")
     groups: dict[str, dict[str, Record]] = {}
     for record in latest(evals, (*row_key, "metric")):
         groups.setdefault(json.dumps([record[key] for key in row_key]), {})[record["metric"]] = record
@@ -186,7 +188,7 @@ def eval_table(records: Iterable[Record]) -> str:
         rows.append(
             [
                 head["model"],
-                head["recipe"],
+                head["recipe"] + ("" if head["engine"] == "comet" else f", {head['engine']}"),
                 f"{head['task']}, {head['windows']} x {head['seq_len']:,}",
                 _figure(head["value"]),
                 _figure(metrics["kl"]["value"], 4) if "kl" in metrics else "",
@@ -214,6 +216,12 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
 SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made from a quantized file
 
 
+def shared_scales(share: int, before: str) -> str:
+    """How activation scales belong together, for a table: nothing where each block has its own."""
+    words = {0: "integer scales", 1: ""}.get(share, f"scales shared by {share}")
+    return before + words if words else ""
+
+
 def gemm_table(records: Iterable[Record]) -> str:
     """Geometric mean, over all measured shapes, of the GEMM's speed-up over bf16 cuBLAS: one row per path and M.
 
@@ -235,7 +243,7 @@ def gemm_table(records: Iterable[Record]) -> str:
             [
                 f"{first['path']}, {first['provenance'].get('gpu')}",
                 f"{first['weight_symmetry']}, {first['int4_fraction']:.0%} INT4"
-                + (f", scales shared by {first['share']}" if first["share"] > 1 else "")
+                + shared_scales(first["share"], ", ")
                 + (f", {first['ablation']}" if first["ablation"] else ""),
                 "with quantize_act" if first["includes_quantize"] else "GEMM alone",
                 f"{first['m']:,}",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from comet_core.llama_shape import shape_of_alias
-from comet_core.results import Record, latest, markdown
+from comet_core.results import Record, latest, markdown, shared_scales
 from comet_core.roofline import CONTEXTS, memory_rows
 from comet_core.serving_scheme import SCHEMES
 from comet_core.whole_files import whole_file
@@ -33,8 +33,8 @@ def serving_records(records: Sequence[Record]) -> list[Record]:
 
 def scheme_of(record: Record) -> str:
     """The scheme, and whether its activation scales are shared."""
-    share = record.get("activation_share") or 1
-    return str(record["scheme"]) + (f" with scales shared by {share}" if share > 1 else "")
+    share = record.get("activation_share")
+    return str(record["scheme"]) + shared_scales(1 if share is None else share, " with ")
 
 
 def serving_table(records: Sequence[Record]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 128  # weights that share a scale, in w4a16
+SHARES = {"comet-share4": 4, "comet-token": 0}  # how activation scales belong together; comet: each block alone
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -16,7 +17,7 @@ def shape_only(alias: str, weights: str, folder: Path, *, layers: int | None = N
     """config.json of an alias that says how its linears are stored, and for comet the manifest. No weights.
 
     Args:
-        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-share4, w4a16. folder: is made.
+        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-share4, comet-token, w4a16. folder: is made.
         layers: the first so many only. ranks: that shall share the model.
     """
     from transformers import AutoConfig
@@ -32,7 +33,7 @@ def shape_only(alias: str, weights: str, folder: Path, *, layers: int | None = N
     folder.mkdir(parents=True)
     text = config.to_dict() | {"architectures": [ARCHITECTURES[kind]], "dtype": "bfloat16"}
     if weights.startswith("comet"):
-        write_manifest(alias, config, folder, share=4 if weights == "comet-share4" else 1, ranks=ranks)
+        write_manifest(alias, config, folder, share=SHARES.get(weights, 1), ranks=ranks)
         text["quantization_config"] = {"quant_method": "comet"}
     if weights.startswith("w4a16"):
         text["quantization_config"] = w4a16_config()
@@ -49,7 +50,7 @@ def write_manifest(alias: str, config: Any, folder: Path, *, share: int, ranks: 
     recipe = replace(
         recipe,
         blocks=replace(recipe.blocks, tp_granularity=ranks),
-        activations=replace(recipe.activations, share=share),
+        activations=replace(recipe.activations, share=share or "token"),
     )
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
