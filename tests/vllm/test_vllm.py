@@ -174,6 +174,11 @@ def test_answers_are_those_of_transformers(
     agree(expected(two_ranks), answers(run(two_ranks, ranks, environment, tmp_path / "run.py")))
 
 
+def test_integer_scales(environment: dict[str, str], tmp_path: Path) -> None:
+    folder = packed(tmp_path, "w4a4kv4-integer", 1)
+    agree(expected(folder), answers(run(folder, 1, environment, tmp_path / "run.py")))
+
+
 @pytest.fixture
 def kv4_environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """vLLM takes COMET's KV cache on a CPU too, where it has but one backend and ignores --attention-backend."""
