@@ -36,7 +36,8 @@ FAMILIES = (
         name="sm_90",
         capabilities=((9, 0),),
         suffix="a",
-        gemm_reason="no INT4 tensor cores: INT4 blocks run exactly on e4m3 wgmma, INT8 blocks on s8 wgmma",
+        gemm_reason="no INT4 tensor cores: INT4 blocks run exactly on e4m3 wgmma, INT8 blocks on s8 wgmma;"
+        " with integer scales (activations.share: token) all blocks on s8 wgmma, summed over all channels",
         shared_kilobytes={(9, 0): 227},
     ),
     Family(
