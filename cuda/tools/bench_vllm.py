@@ -108,17 +108,23 @@ def perplexity(args: argparse.Namespace) -> None:
         found[name] = in_a_fork(f"perplexity by {name}", args.limit, lambda measure=measure: measure(args))  # type: ignore[misc]
     if None in found.values():
         raise SystemExit(f"no comparison: {[name for name, scores in found.items() if scores is None]} gave nothing")
-    apart = [abs(ours - theirs) for ours, theirs in zip(found["comet"], found["vllm"], strict=True)]
-    mean_apart = sum(apart) / len(apart)
+    pairs = list(zip(found["comet"], found["vllm"], strict=True))
+    mean_apart = sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs)
     values = {name: math.exp(sum(scores) / len(scores)) for name, scores in found.items()}
+    windows, length = read_tokens(args.tokens)[0].shape
+    of_window = [
+        sum(theirs - ours for ours, theirs in pairs[first : first + length - 1]) / (length - 1)
+        for first in range(0, len(pairs), length - 1)
+    ]
+    error = statistics.stdev(of_window) / math.sqrt(windows) if windows > 1 else math.nan
     say(
-        f"comet {values['comet']:.4f}, vLLM {values['vllm']:.4f}: {values['vllm'] / values['comet'] - 1:+.3%}; "
-        f"log-probabilities {mean_apart:.4f} apart in the mean"
+        f"comet {values['comet']:.4f}, vLLM {values['vllm']:.4f}: {values['vllm'] / values['comet'] - 1:+.3%}, "
+        f"standard error {error:.3%}; log-probabilities {mean_apart:.4f} apart in the mean"
     )
 
     def record() -> None:
         for name, value in values.items():
-            record_perplexity(args, name, value, mean_apart)
+            record_perplexity(args, name, value, mean_apart, error)
 
     in_a_fork("records", 60, record)  # naming the GPU touches it, which this process must not
 
@@ -169,8 +175,8 @@ def by_vllm(args: argparse.Namespace) -> list[float]:
     ]
 
 
-def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_apart: float) -> None:
-    """Append an eval record."""
+def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_apart: float, error: float) -> None:
+    """Append an eval record. error: standard error of the two programs' relative difference, over windows."""
     from comet_core.packed import read_manifest
     from comet_core.provenance import provenance
     from comet_core.results import append
@@ -185,6 +191,7 @@ def record_perplexity(args: argparse.Namespace, name: str, value: float, mean_ap
         "gpus": gpus(args) if name == "vllm" else "1",
         "tokens_scored": tokens[:, 1:].numel(),
         "mean_log_probability_difference": mean_apart,
+        "standard_error_of_difference": None if math.isnan(error) else error,
     }
     record = {
         "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",

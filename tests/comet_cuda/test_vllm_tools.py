@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from comet_cuda.errors import CometError
 
@@ -71,3 +73,15 @@ def test_the_command_line() -> None:
     job = bench_vllm.parse(["throughput", "llama-3-8b", "--schemes", "comet+kv4,fp8", "--load", "128/64,1024/512"])
     assert job.schemes == ["comet+kv4", "fp8"] and job.load == [(128, 64), (1024, 512)] and not job.compile
     assert bench_vllm.parse(["perplexity", "a", "b", "--tensor-parallel", "2"]).tensor_parallel == 2
+
+
+def test_perplexities_are_compared_with_their_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"tokens": torch.zeros(2, 3, dtype=torch.int64)}, tmp_path / "t")
+    monkeypatch.setattr(bench_vllm, "by_comet", lambda args: [1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(bench_vllm, "by_vllm", lambda args: [1.1, 2.0, 3.0, 4.3])  # +0.05 and +0.15 a token
+    monkeypatch.setattr(bench_vllm, "record_perplexity", lambda *given: None)
+    bench_vllm.perplexity(bench_vllm.parse(["perplexity", "no folder", str(tmp_path / "t")]))
+    said = capfd.readouterr().out
+    assert "+10.517%, standard error 5.000%; log-probabilities 0.1000 apart" in said
