@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from comet_core.decoder import LinearGroup, layer_linears
 
 SAMPLE_TOKENS = 1024  # input rows kept per group
+ROWS_AT_ONCE = 256  # in float64, on a CPU
 
 
 @dataclass
@@ -35,12 +36,16 @@ class ChannelStats:
     @classmethod
     def of(cls, x: Tensor, keep: int) -> "ChannelStats":
         """Statistics of x, float [T, K], keeping `keep` evenly spaced rows."""
-        x = x.float()
-        square = x.double().square()
-        energy = square.sum(1, keepdim=True)
-        weighted = square / torch.where(energy > 0, energy, torch.ones_like(energy))
+        absmax = torch.zeros(x.shape[1], device=x.device)
+        weighted = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        for part in x.split(max(1, len(x)) if x.is_cuda else ROWS_AT_ONCE):
+            part = part.float()
+            torch.maximum(absmax, part.abs().amax(0), out=absmax)
+            square = part.double().square_()
+            energy = square.sum(1, keepdim=True)
+            weighted += square.div_(energy.masked_fill_(energy == 0, 1)).sum(0)
         rows = torch.linspace(0, x.shape[0] - 1, min(keep, x.shape[0]), device=x.device).round().long()
-        return cls(x.shape[0], x.abs().amax(0), weighted.sum(0), x[rows].clone())
+        return cls(x.shape[0], absmax, weighted, x[rows].float())
 
     @classmethod
     def none(cls, channels: int) -> "ChannelStats":
