@@ -6,7 +6,8 @@
 Two processes: one writes the checkpoint (config.json, one safetensors shard a layer, an index, as the hub has them),
 the other calibrates and packs it from disk and watches its own memory. The bound that it is held to, above what the
 process holds after its imports: two layers in the type of the computation, the largest shard, two Hessians of the
-widest group and the hidden states. On a GPU the same bound counts the GPU's memory.
+widest group, the hidden states and, on a CPU, what packing remembers of a layer's outputs (up to 1 GiB). On a GPU the
+same bound counts the GPU's memory.
 """
 
 import argparse
@@ -96,6 +97,7 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
     from comet_core.model_source import ModelSource, resolve_model
     from comet_core.pack import pack
     from comet_core.recipe import load_recipe, with_calibration
+    from comet_core.windows import MEMO_BYTES
 
     device, dtype = resolve_compute(device, "auto")
     on_gpu = device.startswith("cuda")
@@ -130,11 +132,14 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
     layer = [n for n in source.parameters.shapes if ".layers.0." in n]
     layer_bytes = size * sum(torch.Size(source.parameters.shapes[n]).numel() for n in layer)
     hidden = size * samples * seq_len * config.hidden_size
+    memo = MEMO_BYTES * limit // DEFAULT_LIMIT
+    outputs = sum(source.parameters.shapes[n][0] for n in layer if len(source.parameters.shapes[n]) == 2)
     parts = {
         "two_layers": 2 * layer_bytes,
         "shard": max(file.stat().st_size for file in (home / "model").glob("*.safetensors")),
         "two_hessians": 2 * 4 * max(config.intermediate_size, config.hidden_size) ** 2,
         "hidden_states": hidden if hidden <= limit else 0,
+        "remembered_outputs": 0 if on_gpu else min(memo, size * samples * seq_len * outputs),
         "allowance": ALLOWANCE,
     }
     layers = config.num_hidden_layers

@@ -15,6 +15,7 @@ of its own, so that imports are interrupted too.
 
 import argparse
 import collections
+import faulthandler
 import json
 import os
 import random
@@ -229,6 +230,8 @@ class Campaign:
                 resource.setrlimit(resource.RLIMIT_AS, (held + stop["memory"], held + stop["memory"]))
             if "file_size" in stop:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (stop["file_size"], stop["file_size"]))
+            faulthandler.enable(sys.stderr)
+            faulthandler.dump_traceback_later(LIMIT - 20, file=sys.stderr)  # of a command that hangs
             sys.argv = ["comet", *arguments]
             from comet_cli.main import main
 
