@@ -121,8 +121,8 @@ app.command("doctor")(doctor.doctor)
 
 def main() -> None:
     """Entry point of the `comet` script."""
-    signal.signal(signal.SIGTERM, terminate)
     try:
+        signal.signal(signal.SIGTERM, terminate)
         app(prog_name="comet")
     except KeyboardInterrupt as stop:  # before a command's first line
         console.talk("\nStopped. The same command starts it again.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -145,15 +146,21 @@ def test_errors_go_to_stderr_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> Non
     assert comet("calibrate", "anything") == (2, "", "error: the thing is 7\nhint: make it 8\n")
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (main.Terminated, 143)])
 def test_a_stop_while_the_commands_are_still_read_is_no_traceback(
-    stop: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at_once: bool,
+    stop: type[BaseException],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def app(prog_name: str) -> None:
+    def raised(*_: object, **__: object) -> None:
         raise stop
 
-    monkeypatch.setattr(main, "app", app)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(signal if at_once else main, "signal" if at_once else "app", raised)
+    if not at_once:
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == code and ended.value.__suppress_context__
