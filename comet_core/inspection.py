@@ -15,6 +15,7 @@ from comet_core.recipe import Recipe, recipe_to_dict
 from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
 from comet_cuda import dispatch
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import TOKEN
 
 GPUS = {  # an example of each family and shared-memory size that dispatch.py knows
     (8, 0): "A100",
@@ -182,6 +183,7 @@ def _kv(recipe: Recipe) -> str:
 
 def _paths(manifest: Manifest, block_bits: dict[str, list[int]]) -> list[dict[str, str]]:
     """What each op of this model runs on each kind of GPU, by dispatch.py; only ops that the model needs."""
+    integer = any(entry.share == TOKEN for entry in manifest.linears.values())
     kinds = {(entry.weight_bits, 16 in block_bits.get(name, [16])) for name, entry in manifest.linears.items()}
     needed = {"quantize_act", "w4ax_gemm"} if (4, False) in kinds else set()
     needed |= {"kv4_append", "kv4_decode", "kv4_prefill"} if manifest.recipe.kv_cache.bits == 4 else set()
@@ -190,7 +192,7 @@ def _paths(manifest: Manifest, block_bits: dict[str, list[int]]) -> list[dict[st
         gpu = f"sm_{capability[0]}{capability[1]} ({example})"
         rows += [
             {"gpu": gpu, "op": op, "path": path, "why": why}
-            for op, path, why in dispatch.paths(capability)
+            for op, path, why in dispatch.paths(capability, integer)
             if op in needed
         ]
     if (8, False) in kinds:

@@ -49,6 +49,8 @@ FAMILIES = (
     ),
 )
 QUANTIZE_REASON = "one pass: gather, rotate, quantize, sum, and the layout that this GPU's GEMM reads"
+TOKEN_REASON = "one pass: gather, rotate, one scale a token, INT4 codes times their multiples, and the layout"
+INTEGER_REASON = "integer scales: all blocks on s8 wgmma, sums stay in int32 over all of K"
 APPEND_REASON = "one pass: rotate, quantize values by token and whole pages of keys by channel, tile"
 ATTENTION_REASON = "f16 mma.sync m16n8k16 reads the 4-bit codes as f16 numbers, without a conversion"
 
@@ -97,13 +99,22 @@ def device_arch(device: int) -> str:
     return arch_of(device_capability(device))
 
 
-def paths(capability: tuple[int, int]) -> list[tuple[str, str, str]]:
-    """Each op's path on a GPU of this capability, and why: (op, path, reason). Raises CometError below 8.0."""
+def paths(capability: tuple[int, int], integer: bool = False) -> list[tuple[str, str, str]]:
+    """Each op's path on a GPU of this capability, and why: (op, path, reason). Raises CometError below 8.0.
+
+    Args:
+        integer: of linears with integer scales (share TOKEN).
+    """
     family = family_of(capability)
     arch = arch_of(capability)
+    quantize, multiply = ("quantize_act", arch, QUANTIZE_REASON), ("w4ax_gemm", family.name, family.gemm_reason)
+    if integer and family.name == "sm_90":
+        quantize, multiply = ("quantize_act", arch, TOKEN_REASON), ("w4ax_gemm", family.name, INTEGER_REASON)
+    elif integer:
+        quantize = ("quantize_act", "reference", "the kernel for one scale a token exists for sm_90 only")
     return [
-        ("quantize_act", arch, QUANTIZE_REASON),
-        ("w4ax_gemm", family.name, family.gemm_reason),
+        quantize,
+        multiply,
         ("kv4_append", arch, APPEND_REASON),
         ("kv4_decode", arch, ATTENTION_REASON),
         ("kv4_prefill", arch, ATTENTION_REASON),

@@ -188,7 +188,10 @@ def test_a_packed_model_holds_and_shows_it(made: Any) -> None:
         assert linear.act_unit is None
         check(QuantizedWeight(linear.qweight, linear.w_scale, linear.w_zero, linear.weight_base))
     assert any(int((linear.block_bits == 8).sum()) for linear in linears)
-    assert {row["share"] for row in inspect_packed(made.packed)["linears"]} == {"token"}
+    found = inspect_packed(made.packed)
+    assert {row["share"] for row in found["linears"]} == {"token"}
+    paths = {(row["gpu"].split()[0], row["op"]): row for row in found["paths"]}
+    assert "int32" in paths["sm_90", "w4ax_gemm"]["why"] and paths["sm_80", "quantize_act"]["path"] == "reference"
     assert json.loads((made.packed / "comet.json").read_text())["format_version"] == 3
 
 
