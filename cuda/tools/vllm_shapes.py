@@ -59,9 +59,16 @@ def write_manifest(alias: str, config: Any, folder: Path, *, share: int, ranks: 
         "self_attn.o_proj": (q, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }  # fmt: skip
+    # a token's one scale is no rank's: packing leaves linears whose input is split without it
+    alone = {name: share or 1 for name in ("self_attn.o_proj", "mlp.down_proj") if ranks > 1}
     linears = {
         f"model.layers.{layer}.{name}": LinearEntry(
-            *size, 4, recipe.weights.symmetric, recipe.activations.hadamard, name == "mlp.down_proj", share
+            *size,
+            4,
+            recipe.weights.symmetric,
+            recipe.activations.hadamard,
+            name == "mlp.down_proj",
+            alone.get(name, share),
         )
         for layer in range(config.num_hidden_layers)
         for name, size in sizes.items()
