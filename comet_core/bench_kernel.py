@@ -23,9 +23,10 @@ from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
-from comet_cuda.quantize_act import QUAD, quantize_act_ref
+from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act_ref
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
+from comet_cuda.w4ax_gemm_integer import IntegerWeight
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, choose_tiles
 from comet_cuda.w4ax_gemm_sm90 import launch as launch_sm90
 
@@ -93,21 +94,14 @@ class Case:
         if a.bits == 4 and self.recipe.blocks.rule != "none":
             self.bits[: int8_blocks(blocks, self.recipe.blocks.int4_mac_fraction)] = 8
         bits = self.bits.to(self.device)
-        qweight = torch.randint(0, 256, (n, BLOCK // 2 * blocks), dtype=torch.uint8, device=self.device)
-        scale = (torch.rand(n, blocks, device=self.device) * 0.02 + 0.01).to(torch.bfloat16)
-        zero = (
-            None
-            if self.recipe.weights.symmetric
-            else torch.randint(0, 16, (n, blocks), dtype=torch.uint8, device=self.device)
-        )
+        share = SHARES[a.share] if bool((self.bits == 4).any()) else 1  # as `comet calibrate` decides it
         perm = torch.randperm(k, device=self.device).int() if self.recipe.blocks.permute else None
         clip = torch.where(bits == 4, a.clip, 1.0).float()
         rotated = a.hadamard and bool((self.bits == 4).any())
-        share = SHARES[a.share]
         unit = torch.ones_like(clip) if share == QUAD else None
         inputs = ActivationFormat(perm, bits, clip, rotated, share, unit)
-        self.canonical = (qweight, scale, zero)
-        first = prepare_linear(qweight, scale, zero, inputs)
+        self.canonical = random_weights(n, blocks, self.recipe.weights.symmetric, share, self.device)
+        first = prepare_linear(*self.canonical, inputs)
         copies = copies_for_cold_l2(first.weight.records.numel())
         self.linears = [first] + [_copy(first) for _ in range(copies - 1)]
 
@@ -140,6 +134,25 @@ class Case:
         return 1e6 * max(moved / peaks[0], 2.0 * m * self.shape.n * self.shape.k / peaks[1])
 
 
+def random_weights(
+    rows: int, blocks: int, symmetric: bool, share: int, device: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Canonical weights for timing: qweight uint8 [N, 64 * NB], w_scale bf16 [N, NB], w_zero uint8 [N, NB] or None."""
+    qweight = torch.randint(0, 256, (rows, BLOCK // 2 * blocks), dtype=torch.uint8, device=device)
+    zero = None if symmetric else torch.randint(0, 16, (rows, blocks), dtype=torch.uint8, device=device)
+    if share == TOKEN:  # multiples of one number that every zero point allows
+        scale = torch.randint(4, 9, (rows, blocks), device=device) * 2.0**-9
+    else:
+        scale = torch.rand(rows, blocks, device=device) * 0.02 + 0.01
+    return qweight, scale.to(torch.bfloat16), zero
+
+
+def _path(linear: PreparedLinear) -> str:
+    """The kernel's name in records."""
+    kind = "integer" if isinstance(linear.weight, IntegerWeight) else linear.layout.replace("_", "")
+    return f"w4ax_gemm_{kind}"
+
+
 def _copy(linear: PreparedLinear) -> PreparedLinear:
     weight = linear.weight
     return replace(linear, weight=replace(weight, records=weight.records.clone()))
@@ -149,7 +162,7 @@ def _ablated(linear: PreparedLinear, m: int, ablation: str) -> Callable[[Tensor,
     """The GEMM with one mechanism off. Raises CometError where a path has no such switch."""
     weight = linear.weight
     if not isinstance(weight, TiledWeight):
-        raise CometError(f"--ablation {ablation}: the {linear.layout} path has no such switch")
+        raise CometError(f"--ablation {ablation}: {_path(linear)} has no such switch")
     tiles = choose_tiles(m, weight.rows, weight.records.shape[1], weight.share)
     off = {"pipeline": {"stages": 1, "batch": 1, "flight": 1}, "schedule": {"stream": False}}[ablation]
     changed = replace(tiles, **off)  # type: ignore[arg-type]
@@ -250,7 +263,7 @@ def _measure(
             raise CometError(f"w4ax_gemm {n}x{k}, M = {m}: two runs differ", "nothing was recorded; please report this")
         us = median_microseconds(runs)
         yield common | {
-            "path": f"w4ax_gemm_{case.linears[0].layout.replace('_', '')}",
+            "path": _path(case.linears[0]),
             "ablation": ablation,
             "includes_quantize": what == "with quantize_act",
             "median_us": round(us, 3),

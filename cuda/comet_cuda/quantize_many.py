@@ -11,12 +11,12 @@ import torch
 
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import Configuration
+from comet_cuda.quantize_act import TOKEN
 
 SOURCE = "quantize_many.cu"
 OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 FUSES = ("none", "rms_norm", "silu_mul")
-TOKEN = 0  # as a share
 FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
 BESIDE = {1: 2048, TOKEN: 1024 + 256 + 128}  # bytes of shared memory a cta takes beside those asked for, by share
 FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 512, "silu_mul": 512}  # of quantize_token: a guess

@@ -22,6 +22,7 @@ from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
+from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import (
     DEFAULT_SHARED,
     FUSE,
@@ -31,7 +32,6 @@ from comet_cuda.quantize_act_cuda import (
     identity,
 )
 from comet_cuda.quantize_fused import norm_inputs
-from comet_cuda.quantize_many import TOKEN
 from comet_cuda.quantize_token_ref import (
     TokenOperand,
     check_blocks,

@@ -3,7 +3,8 @@
 // A weight is base[row] * m * (q - z), an INT4 activation scale[token] * (its multiple times its code, which quantize
 // stored), an INT8 one scale[token] * 2^e * code. So a product is scale * base * integer, and wgmma s8 x s8 adds up blocks
 // without any work in between. INT8 blocks come first, in groups of 1, 2, 4, ... with one e a token: between groups sums are
-// shifted by what e falls, and at last to S (quantize_act.py has the bounds that keep all this within 32 bits). Nibbles become m * (q - z) on the way to wgmma's A registers.
+// shifted by what e falls, and at last to S; what is added on the way may wrap, the whole fits 32 bits (check_blocks in
+// quantize_token_ref.py). Nibbles become m * (q - z) on the way to wgmma's A registers.
 //
 // One producer warpgroup copies tiles into a ring of stages; ROW_WGS consumer warpgroups have 64 rows each and TOKEN_TILES
 // products of TOKENS tokens. Tiles are dealt as tile_schedule.cuh says; partial sums are integers, so their order is free.

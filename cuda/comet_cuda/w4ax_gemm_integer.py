@@ -19,6 +19,7 @@ from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op
+from comet_cuda.quantize_token_ref import check_blocks
 from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, TABLE, fits, make_plan
 from comet_cuda.w4ax_gemm_sm90 import sm_count, workspace
 from comet_cuda.weight_layout import (
@@ -36,7 +37,6 @@ from comet_cuda.weight_layout import (
 SOURCE = "w4ax_gemm_integer.cu"
 PRODUCER_REGISTERS = 40  # of a producer thread,
 FEW_REGISTERS = 32  # and where blocks come in batches
-LIMIT_CHANNELS = 49_152  # of K, for which the sums stay within 32 bits (see quantize_act)
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,9 @@ def prepare_weight_integer(
         qweight: uint8 [N, 64 * NB]; w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB] or None.
         block_bits: uint8 [NB] on any device.
     """
+    check_blocks(w_scale.shape[1] * BLOCK, 0)
     base = row_bases(w_scale, w_zero)
     records = tile_weight_integer_sm90(qweight, w_scale, w_zero, base)
-    if records.shape[1] * BLOCK > LIMIT_CHANNELS:
-        raise CometError(f"{records.shape[1] * BLOCK} input channels", f"integer scales take at most {LIMIT_CHANNELS}")
     if records.is_cuda:
         workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
     padded = torch.nn.functional.pad(base.float(), (0, -base.shape[0] % ROW_TILE))

@@ -196,7 +196,8 @@ def tile_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, bl
 
 
 def row_bases(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
-    """Of each row the largest number of which all its scales are integer multiples: float32 [N].
+    """Of each row the largest number of which all its scales are integer multiples: float32 [N]. Where packing stored
+    a `weight_base`, this is it or a multiple of it; the scales, and so the products, are the same.
 
     Args:
         w_scale: bfloat16 [N, NB], positive; w_zero: uint8 [N, NB] or None (8). With m the multiple of a scale,
@@ -289,7 +290,8 @@ def tile_activations_integer_sm90(
     words[:tokens, :int8_blocks] = exponent | (exponent - following) << 8
     scale = torch.ones(atoms * ATOM, dtype=torch.float32, device=codes.device)
     scale[:tokens] = token_scale
-    return natural[:, :, _swizzle(codes.device)].contiguous(), words.T.reshape(-1, atoms, ATOM).contiguous(), scale
+    tiled = natural[:, :, _swizzle(codes.device)].contiguous()
+    return tiled, words.T.contiguous().unflatten(1, (atoms, ATOM)), scale
 
 
 def untile_activations_integer_sm90(tiled: Tensor, multiples: Tensor, tokens: int, int8_blocks: int) -> Tensor:
@@ -297,7 +299,7 @@ def untile_activations_integer_sm90(tiled: Tensor, multiples: Tensor, tokens: in
     blocks, atoms, _ = tiled.shape
     natural = tiled[:, :, _swizzle(tiled.device)].view(torch.int8).view(blocks, atoms, ATOM, BLOCK)
     data = natural.permute(1, 2, 0, 3).reshape(atoms * ATOM, blocks, BLOCK)[:tokens].int()
-    exponent = multiples.reshape(-1, atoms * ATOM).T[:tokens, :int8_blocks] & 255
+    exponent = multiples.flatten(1).T[:tokens, :int8_blocks] & 255
     data[:, :int8_blocks] <<= exponent[..., None]
     return data
 

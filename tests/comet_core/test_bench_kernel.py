@@ -3,13 +3,25 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from comet_core.bench_kernel import SMALLEST, Shape, bench_kernel, int8_blocks, paper_shapes, summarize
+from comet_core.bench_kernel import (
+    SMALLEST,
+    Shape,
+    _path,
+    bench_kernel,
+    int8_blocks,
+    paper_shapes,
+    random_weights,
+    summarize,
+)
 from comet_core.bench_plots import draw_roofline, draw_speed_up
 from comet_core.model_source import alias_shapes
 from comet_core.progress import SilentProgress
 from comet_core.results import Record, check
 from comet_cuda.errors import CometError
+from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
+from comet_cuda.quantize_act import TOKEN
 
 
 def record(m: int, n: int, speedup: float, **changes: object) -> Record:
@@ -40,6 +52,15 @@ def test_shapes_are_those_of_the_models() -> None:
 def test_at_least_the_share_asked_for_is_int4(blocks: int) -> None:
     count = int8_blocks(blocks, 0.84)
     assert (blocks - count) / blocks >= 0.84 > (blocks - count - 1) / blocks
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("share", "path"), [(1, "w4ax_gemm_sm90"), (TOKEN, "w4ax_gemm_integer")])
+def test_random_weights_suit_the_kernel_that_is_timed(symmetric: bool, share: int, path: str) -> None:
+    bits = torch.tensor([8, 4, 4], dtype=torch.uint8)
+    inputs = ActivationFormat(None, bits, torch.ones(3), True, share)
+    linear = prepare_linear(*random_weights(300, 3, symmetric, share, "cpu"), inputs, "sm_90")
+    assert _path(linear) == path
 
 
 def test_the_summary_takes_geometric_means_by_kernel_and_batch() -> None:

@@ -12,6 +12,9 @@ from comet_core.linear import W4AxLinear
 from comet_core.packed import LinearEntry, load_packed
 from comet_core.recipe import load_recipe
 from comet_cuda.errors import CometError
+from comet_cuda.prepared_linear import prepare_linear
+from comet_cuda.quantize_act import TOKEN
+from comet_cuda.w4ax_gemm_integer import IntegerWeight
 
 if TYPE_CHECKING:
     from conftest import Packed
@@ -89,3 +92,31 @@ def test_fused_linears_must_be_packed_alike() -> None:
     for other in ({}, {"a.k_proj": replace(ENTRY, hadamard=False)}):
         with pytest.raises(CometError, match="not packed alike"):
             common_entry("a.qkv_proj", names, {"a.q_proj": ENTRY} | other)
+
+
+def test_ranks_of_integer_scales_choose_a_token_s_scale_from_their_own_channels(
+    put_through: Callable[..., "Packed"], llama_config: Callable[..., Any]
+) -> None:
+    config = llama_config(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    packed = load_packed(put_through(config, "w4a4kv4-integer").packed)
+    layer, entries = packed.model.model.layers[0], packed.manifest.linears
+    x = torch.randn(7, 256)
+    q, entry = layer.self_attn.q_proj, entries["model.layers.0.self_attn.q_proj"]
+    assert entry.share == TOKEN
+    parts = [part(q, entry, rank, row_parallel=False)(x) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, 1), q(x))  # rows carry their bases along
+    down, entry = layer.mlp.down_proj, entries["model.layers.0.mlp.down_proj"]
+    assert entry.share == TOKEN and entry.folded
+    check_row_parallel("down_proj", entry, 2, 1)
+    x = torch.randn(7, 1024)
+    x[:, :512] *= 3
+    halves = [part(down, entry, rank, row_parallel=True) for rank in range(2)]
+    found = sum(half(x.chunk(2, 1)[rank].contiguous()) for rank, half in enumerate(halves))
+    want = down(x)
+    assert not torch.equal(found, want)
+    assert float((found - want).norm() / want.norm()) < 0.1  # both are 4-bit roundings of one product
+    for half in halves:
+        on_hopper = prepare_linear(half.qweight, half.w_scale, half.w_zero, half.inputs, "sm_90")
+        assert isinstance(on_hopper.weight, IntegerWeight)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
+from comet_cuda.quantize_act import TOKEN
 
 CHANNELS, ROWS, BLOCKS = 512, 256, 4
 
 
-@pytest.mark.parametrize("share", [1, 4])
+@pytest.mark.parametrize("share", [1, 4, TOKEN])
 @pytest.mark.parametrize("layout", ["sm_90", "sm_80"])
 def test_it_is_traced_whole_and_once(layout: str, share: int) -> None:
     torch._dynamo.reset()
@@ -35,3 +36,4 @@ def test_it_is_traced_whole_and_once(layout: str, share: int) -> None:
         x = torch.randn(tokens, CHANNELS, dtype=torch.bfloat16)
         assert torch.equal(traced(x), linear(x, None))
     assert len(graphs) == 1
+    assert linear(torch.empty(0, CHANNELS, dtype=torch.bfloat16), torch.ones(ROWS)).shape == (0, ROWS)

@@ -13,6 +13,7 @@ import tune_gemm
 from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import int8_group
+from comet_cuda.quantize_token_ref import MOST_CHANNELS
 from comet_cuda.tiles_sm90 import SHARED_LIMIT
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.weight_layout import tile_activations_integer_sm90, untile_activations_integer_sm90
@@ -72,6 +73,13 @@ def test_weights_beyond_8_bits_are_refused() -> None:
     p["w_zero"][2], p["w_scale"][2] = 0, p["base"][2] * torch.tensor([9.0, 4.0, 7.0])  # 9 * 15 > 127
     with pytest.raises(CometError, match="row 2"):
         gemm.prepare_weight_integer(p["qweight"], p["w_scale"], p["w_zero"], p["bits"])
+
+
+def test_inputs_whose_sums_could_leave_32_bits_are_refused() -> None:
+    blocks = MOST_CHANNELS // 128 + 1
+    scale, bits = torch.ones(1, blocks, dtype=torch.bfloat16), torch.full((blocks,), 4, dtype=torch.uint8)
+    with pytest.raises(CometError, match="49280 channels"):
+        gemm.prepare_weight_integer(torch.zeros(1, 64 * blocks, dtype=torch.uint8), scale, None, bits)
 
 
 def test_int8_blocks_must_come_first() -> None:

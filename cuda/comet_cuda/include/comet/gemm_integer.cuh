@@ -1,8 +1,8 @@
 // The sm_90a GEMM for integer scales: its sizes, all known at compile time, and its parameter.
 //
 // Compile-time: TOKENS (n of wgmma), TOKEN_TILES (of TOKENS, a warpgroup), ROW_WGS (consumer warpgroups, 64 rows each),
-// CLUSTER (ctas that share
-// activations by multicast), BATCH (INT4 blocks between two waits), STAGES, CTAS_PER_SM, CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32).
+// CLUSTER (ctas that share activations by multicast), BATCH (INT4 blocks between two waits), STAGES, CTAS_PER_SM,
+// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32).
 #pragma once
 
 #include "comet/tile_schedule.cuh"
