@@ -161,7 +161,7 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
 #else
   __syncthreads();
 #endif
-  const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
+  const TokenScale scales(ratios, p.NB, p.int8_blocks, lane, ROUNDS <= 4);
 #if KEEP
 #pragma unroll
 #endif

@@ -89,8 +89,8 @@ def plan_token(
     gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
     shared_bytes = -(-blocks // 4) * 16 + (blocks * BLOCK * cell if gather else 0)
-    cluster = 1
-    while vector and 2 * cluster <= most_cluster and 2 * cluster * rows <= sms and cluster * MOST_WARPS < blocks:
+    cluster = 1  # while multiprocessors are free, in ctas of few warps: instructions bound those of many
+    while vector and 2 * cluster <= most_cluster and 2 * cluster * rows <= sms and cluster * FEW_WARPS < blocks:
         cluster *= 2
     for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
         kept = [rounds for rounds in ROUNDS if rounds * warps * cluster >= blocks]

@@ -80,11 +80,11 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   return r;
 }
 inline u32 __shfl_xor_sync(u32, u32 v, int d) { return emu::exchange(v)[(threadIdx.x % 32) ^ d]; }
-inline u32 __shfl_down_sync(u32, u32 v, int d) { const int l = threadIdx.x % 32; return emu::exchange(v)[l + d < 32 ? l + d : l]; }
+inline u32 __shfl_down_sync(u32, u32 v, int d, int width) { const int l = threadIdx.x % 32; return emu::exchange(v)[l % width + d < width ? l + d : l]; }
 inline int __shfl_xor_sync(u32 m, int v, int d) { return int(__shfl_xor_sync(m, u32(v), d)); }
 inline float __shfl_xor_sync(u32 m, float v, int d) { return emu::value(__shfl_xor_sync(m, emu::bits(v), d)); }
 inline float __shfl_sync(u32, float v, int src, int width = 32) { const int l = threadIdx.x % 32; return emu::value(emu::exchange(emu::bits(v))[(l & ~(width - 1)) | (src & (width - 1))]); }
-inline u32 __shfl_sync(u32, u32 v, int src) { return emu::exchange(v)[src & 31]; }
+inline u32 __shfl_sync(u32, u32 v, int src, int width = 32) { const int l = threadIdx.x % 32; return emu::exchange(v)[(l & ~(width - 1)) | (src & (width - 1))]; }
 inline int __shfl_sync(u32, int v, int src) { return int(emu::exchange(u32(v))[src]); }
 inline void __syncwarp() { emu::exchange(0); }
 inline u32 __ballot_sync(u32, bool p) { const u32* o = emu::exchange(p); u32 r = 0; for (int i = 0; i < 32; ++i) r |= (o[i] ? 1u : 0u) << i; return r; }

@@ -23,38 +23,56 @@ constexpr uint32_t kDroppedBits = 0xFFF; // a scale keeps 12 significant bits
 // The first INT8 block of the group of block b: 0, 1, 1, 3, 3, 3, 3, 7, ...
 __device__ __forceinline__ int begin_of_group(int b) { return int(0x80000000u >> __clz(b + 1)) - 1; }
 
+// The maxima by groups -> `ratios` of INT8 blocks; returns their sum, the same in all lanes. Up to kWidth blocks (or any
+// number, if it is 32) and no more exchanges than they need: the lanes beyond repeat those before.
+template <int kWidth> __device__ __forceinline__ float sum_of_groups(float* ratios, int eights, int lane) {
+  uint32_t border = 0; // the largest from the last block 31, 63, 127, ... on, where groups begin
+  float sum = 0.f;
+  for (int first = 0; first < eights; first += 32) {
+    const int b = first + lane % kWidth, begin = begin_of_group(b);
+    uint32_t largest = b < eights ? __float_as_uint(ratios[b]) : 0u;
+    if (kWidth == 32 && first + 32 < eights) {
+      uint32_t later = 0;
+      for (int j = b + 32; j < eights; j += 32) later = max(later, __float_as_uint(ratios[j]));
+      largest = max(largest, __reduce_max_sync(kWarp, later));
+    }
+#pragma unroll
+    for (int d = 1; d < kWidth; d *= 2) largest = max(largest, __shfl_down_sync(kWarp, largest, d, kWidth)); // or its own
+    const uint32_t inside = __shfl_sync(kWarp, largest, begin % kWidth, kWidth);
+    const float shared_by_group = __uint_as_float(begin >= first ? inside : border);
+    if (kWidth == 32 && begin_of_group(first + 31) >= first) border = __shfl_sync(kWarp, largest, 31, 32);
+    if (b < eights) {
+      ratios[b] = shared_by_group;
+      sum = __fadd_rn(sum, shared_by_group);
+    }
+  }
+#pragma unroll
+  for (int d = kWidth / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, d));
+  return sum;
+}
+
 struct TokenScale {
   float scale, reciprocal;
 
-  // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps.
-  __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane) {
-    uint32_t top = 0; // non-negative floats are ordered as integers
-    for (int b = eights + lane; b < blocks; b += 32) top = max(top, __float_as_uint(ratios[b]));
+  // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps. `two_forms`: a
+  // short one for few INT8 blocks beside the general one, which costs registers.
+  __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane, bool two_forms = true) {
+    uint32_t top = 0, most = 0; // of INT4 and INT8 blocks; non-negative floats are ordered as integers
+    for (int b = lane; b < blocks; b += 32) {
+      const uint32_t ratio = __float_as_uint(ratios[b]);
+      if (b < eights)
+        most = max(most, ratio);
+      else
+        top = max(top, ratio);
+    }
     top = __reduce_max_sync(kWarp, top);
-    float sum = 0.f;
+    float first = 0.f, sum = 0.f; // of the INT8 blocks' maxima: the first, and all
     if (eights > 0) {
-      uint32_t border = 0; // the largest from the last block 31, 63, 127, ... on, where groups begin
-      for (int first = 0; first < eights; first += 32) {
-        const int b = first + lane, begin = begin_of_group(b);
-        uint32_t largest = b < eights ? __float_as_uint(ratios[b]) : 0u, later = 0;
-        for (int j = b + 32; j < eights; j += 32) later = max(later, __float_as_uint(ratios[j]));
-        if (first + 32 < eights) largest = max(largest, __reduce_max_sync(kWarp, later));
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) largest = max(largest, __shfl_down_sync(kWarp, largest, d)); // or a lane's own
-        const uint32_t inside = __shfl_sync(kWarp, largest, begin % 32), last = __shfl_sync(kWarp, largest, 31);
-        const float shared_by_group = __uint_as_float(begin >= first ? inside : border);
-        if (begin_of_group(first + 31) >= first) border = last;
-        if (b < eights) {
-          ratios[b] = shared_by_group;
-          sum = __fadd_rn(sum, shared_by_group);
-        }
-      }
-#pragma unroll
-      for (int d = 16; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, d));
+      first = __uint_as_float(__reduce_max_sync(kWarp, most));
+      sum = two_forms && eights <= 8 ? sum_of_groups<8>(ratios, eights, lane) : sum_of_groups<32>(ratios, eights, lane);
       __syncwarp(); // the maxima that this warp reads are there
     }
     float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
-    const float first = eights > 0 ? ratios[0] : 0.f;
     if (first > least) { // at most 250 times, as the sum holds it: the first group's ratio becomes a power of two
       const int steps = max((__float_as_int(__fdiv_rn(first, least)) >> 23) - 127, 0);
       least = fmaxf(least, __fmul_rn(first, __int_as_float((127 - steps) << 23)));
