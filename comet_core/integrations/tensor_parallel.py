@@ -3,7 +3,8 @@
 Column-parallel linears (q, k, v, gate, up) split their rows, which no block crosses: always possible. Row-parallel ones
 (o, down) split their input: every rank needs whole blocks of 128 channels, whole quads where blocks share scales, and a
 permutation that stays inside the rank's channels. It does if the packing kept it so (blocks.tp_granularity), or if the
-producer's rows carry it, because those are split at the same places.
+producer's rows carry it, because those are split at the same places. Where a token has one scale (share TOKEN), each
+rank takes it from its own channels: another rounding than on one GPU.
 """
 
 from collections.abc import Sequence

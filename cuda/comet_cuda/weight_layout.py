@@ -37,6 +37,7 @@ from comet_cuda.errors import CometError
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
 from comet_cuda.quantize_act import QUAD as QUAD
 from comet_cuda.quantize_act import QUAD_EXPONENTS as QUAD_EXPONENTS
+from comet_cuda.weight_grid import MOST_MULTIPLE, most_multiple
 
 ATOM = 8  # tokens in one swizzle atom
 ATOM_BYTES = ATOM * BLOCK
@@ -200,18 +201,17 @@ def row_bases(w_scale: Tensor, w_zero: Tensor | None) -> Tensor:
     a `weight_base`, this is it or a multiple of it; the scales, and so the products, are the same.
 
     Args:
-        w_scale: bfloat16 [N, NB], positive; w_zero: uint8 [N, NB] or None (8). With m the multiple of a scale,
-            m * max(zero, 15 - zero) is at most 127, so m at most 15.
+        w_scale: bfloat16 [N, NB], positive; w_zero: uint8 [N, NB] or None (8); it bounds m (`most_multiple`).
 
     Raises CometError, naming the row, where there is no such number.
     """
     scale, least = w_scale.float(), w_scale.float().amin(1)
-    reach = torch.full_like(scale, SYMMETRIC_ZERO) if w_zero is None else torch.maximum(w_zero, 15 - w_zero).float()
+    most = most_multiple(torch.full_like(scale, SYMMETRIC_ZERO) if w_zero is None else w_zero.float())
     base = torch.zeros_like(least)
-    for divisor in range(15, 0, -1):  # so that the largest one stays
+    for divisor in range(MOST_MULTIPLE, 0, -1):  # so that the largest one stays
         candidate = (least / divisor).to(torch.bfloat16).float()
         multiple = (scale / candidate[:, None]).round()
-        good = (multiple * candidate[:, None] == scale) & (multiple * reach <= 127)
+        good = (multiple * candidate[:, None] == scale) & (multiple <= most)
         base = torch.where(good.all(1), candidate, base)
     if not bool((base > 0).all()):
         row = int((base <= 0).nonzero()[0])
@@ -237,7 +237,7 @@ def tile_weight_integer_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | 
     multiple = (w_scale.float() / base.float()[:, None]).round()
     zero = torch.full_like(multiple, SYMMETRIC_ZERO) if w_zero is None else w_zero.float()
     wrong = (multiple * base.float()[:, None] != w_scale.float()) | (multiple < 1)
-    wrong |= multiple * torch.maximum(zero, 15 - zero) > 127
+    wrong |= multiple > most_multiple(zero)
     if bool(wrong.any()):
         row, group = wrong.nonzero()[0].tolist()
         raise CometError(

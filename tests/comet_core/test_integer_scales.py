@@ -15,7 +15,9 @@ from torch import Tensor
 
 from comet_core.calibrate import _share
 from comet_core.descent import descend
+from comet_core.fused_linear import W4AxTiled, fuse
 from comet_core.inspection import inspect_packed
+from comet_core.integrations.compressed_tensors import export
 from comet_core.linear import W4AxLinear
 from comet_core.packed import load_packed
 from comet_core.plan import block_error
@@ -216,6 +218,34 @@ def test_the_reference_computes_with_integers_over_all_of_k(made: Any) -> None:
     hopper = prepare_linear(linear.qweight, linear.w_scale, linear.w_zero, linear.inputs, "sm_90")
     assert isinstance(hopper.weight, IntegerWeight)
     torch.testing.assert_close(hopper(x, linear.bias), y, rtol=1e-6, atol=1e-6)
+
+
+def test_linears_that_run_as_one_keep_a_base_a_row(made: Any) -> None:
+    attention = load_packed(made.packed).model.model.layers[0].self_attn
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(5, 384, generator=torch.Generator().manual_seed(6))
+    together = fuse("qkv", linears, torch.float32, "sm_90")
+    assert isinstance(together, W4AxTiled) and isinstance(together.prepared.weight, IntegerWeight)
+    wanted = torch.cat([linear(x) for linear in linears], 1)
+    torch.testing.assert_close(together.multiply(together.take(x)), wanted, rtol=1e-5, atol=1e-2)  # a bfloat16 bias
+    for tokens in (0, 1, 7):
+        assert together.multiply(together.take(x.repeat(2, 1)[:tokens])).shape == (tokens, wanted.shape[1])
+
+
+@torch.no_grad()
+def test_other_programs_read_it(made: Any, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(60).view(2, 30)
+    wanted = load_packed(made.packed).model(input_ids=tokens).logits
+    model = AutoModelForCausalLM.from_pretrained(made.packed, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "again")
+    for found in (model, load_packed(tmp_path / "again").model):
+        assert torch.equal(found(input_ids=tokens).logits, wanted)
+    export(made.packed, tmp_path / "ct", requantize=True)
+    with safe_open(next((tmp_path / "ct").glob("*.safetensors")), "pt") as file:
+        assert not [name for name in file.keys() if "base" in name]  # noqa: SIM118
 
 
 def test_tuned_scales_stay_on_the_lattice(made: Any) -> None:
