@@ -20,7 +20,6 @@ struct Place {
     unsigned ring;
     int stage;
     unsigned parity;
-    __device__ __forceinline__ Place() {}
     __device__ __forceinline__ Place(unsigned ring, unsigned parity) : ring(ring), stage(0), parity(parity) {}
     __device__ __forceinline__ unsigned at() const { return ring + stage * kStageBytes; }
     __device__ __forceinline__ unsigned full() const { return ring + kFullAt + 8 * stage; }
@@ -34,17 +33,15 @@ struct Place {
 };
 
 // Two producer threads. The weights' one does not wait for the previous kernel, on which weights do not depend.
-__device__ __forceinline__ void produce_weights(
-    const Operands& operands, Place place, unsigned rank, int cluster, int clusters) {
+__device__ __forceinline__ void produce_weights(const Operands& operands, Place place, int cta, int ctas) {
     const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_first();
     const long long row_bytes = static_cast<long long>(schedule.blocks) * kRecord;
     Segment segment;
-    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
+    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
         int row_group, token_tile;
         tile_place(schedule, segment.tile, row_group, token_tile);
-        const int first = (row_group * CLUSTER + rank) * ROW_WGS;
-        const int count = max(0, min(ROW_WGS, operands.row_tiles - first));
+        const int first = row_group * ROW_WGS, count = min(ROW_WGS, operands.row_tiles - first);
         const unsigned char* from = operands.weight + first * row_bytes + static_cast<long long>(segment.first) * kRecord;
         for (int block = segment.first; block < segment.last; ++block) {
             mbarrier_wait(place.empty(), place.parity);
@@ -59,36 +56,24 @@ __device__ __forceinline__ void produce_weights(
     }
 }
 
-__device__ __forceinline__ void copy_shared_by_cluster(
-    unsigned to, const void* from, unsigned bytes, unsigned barrier, unsigned long long policy) {
-    if (kCluster) bulk_copy_multicast(to, from, bytes, barrier, (1u << CLUSTER) - 1, policy);
-    else bulk_copy(to, from, bytes, barrier, policy);
-}
-
-__device__ __forceinline__ void produce_activations(
-    const Operands& operands, Place place, unsigned rank, int cluster, int clusters) {
+__device__ __forceinline__ void produce_activations(const Operands& operands, Place place, int cta, int ctas) {
     const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_last();
-    const int skipped = rank * kAtomShare;  // atoms of the tile that ctas before this one load
     Segment segment;
     wait_for_previous();
-    for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
+    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
         int row_group, token_tile;
         tile_place(schedule, segment.tile, row_group, token_tile);
         const int atoms = min(kTileAtoms, operands.atoms - token_tile * kTileAtoms);
-        const int mine = max(0, min(min(kAtomShare, kTileAtoms - skipped), atoms - skipped));
-        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kTileAtoms + skipped;
+        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kTileAtoms;
         const unsigned char* codes = operands.codes + at * 1024;
         const unsigned char* multiples = operands.multiples + at * 32;
         for (int block = segment.first; block < segment.last; ++block) {
             const bool eight = block < operands.int8_blocks;
             mbarrier_wait(place.empty(), place.parity);
             mbarrier_expect(place.full(), atoms * (eight ? 1024 + 32 : 1024));
-            if (mine > 0) {
-                copy_shared_by_cluster(place.at() + skipped * 1024, codes, mine * 1024, place.full(), policy);
-                if (eight)
-                    copy_shared_by_cluster(place.at() + kCodesBytes + skipped * 32, multiples, mine * 32, place.full(), policy);
-            }
+            bulk_copy(place.at(), codes, atoms * 1024, place.full(), policy);
+            if (eight) bulk_copy(place.at() + kCodesBytes, multiples, atoms * 32, place.full(), policy);
             codes += operands.atoms * 1024;
             multiples += operands.atoms * 32;
             place.advance();
@@ -131,12 +116,10 @@ struct Consumer {
     }
     __device__ __forceinline__ void load(unsigned (&a)[4][4]) const { expand(fetch(place), a); }
 
-    // Give a stage back, to every cta that writes into it.
+    // Give a stage back.
     __device__ __forceinline__ void release(unsigned barrier) const {
         __syncwarp();
-        const int lane = thread & 31;
-        if (!kCluster && lane == 0) mbarrier_arrive(barrier);
-        if (kCluster && lane < CLUSTER) mbarrier_arrive_remote(barrier, lane);
+        if ((thread & 31) == 0) mbarrier_arrive(barrier);
     }
 
     // All products of the present stage, added up; leaves the stage.
@@ -287,23 +270,22 @@ struct Shares {
     static constexpr int kCount = kSets * kResults;                         // sums of a thread
     static constexpr int kAtOnce = kCount < 32 ? kCount : 32;               // loaded together from one cta,
     static constexpr int kOthers = kCount > 64 ? 1 : kCount > 32 ? 2 : 4;   // and from how many
-    unsigned* partials;  // [cluster, cta, warpgroup, kCount, 128]; 4 bytes an access, since wider ones cost registers
-    unsigned* flags;     // [cluster, cta, warpgroup]
-    unsigned rank;
+    unsigned* partials;  // [cta, warpgroup, kCount, 128]; 4 bytes an access, since wider ones cost registers
+    unsigned* flags;     // [cta, warpgroup]
     int group, thread;
 
-    __device__ __forceinline__ int slot(int cluster) const { return (cluster * CLUSTER + rank) * ROW_WGS + group; }
-    __device__ __forceinline__ unsigned* place(int cluster) const {
-        return partials + static_cast<long long>(slot(cluster)) * (kCount * 128) + thread;
+    __device__ __forceinline__ int slot(int cta) const { return cta * ROW_WGS + group; }
+    __device__ __forceinline__ unsigned* place(int cta) const {
+        return partials + static_cast<long long>(slot(cta)) * (kCount * 128) + thread;
     }
-    __device__ __forceinline__ void give(const unsigned (&acc)[kSets][kResults], int cluster) const {
-        unsigned* to = place(cluster);
+    __device__ __forceinline__ void give(const unsigned (&acc)[kSets][kResults], int cta) const {
+        unsigned* to = place(cta);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) to[i * 128] = acc[i / kResults][i % kResults];
         named_sync(kGroupBarrier + group, 128);
-        if (thread == 0) store_release(flags + slot(cluster), 1);
+        if (thread == 0) store_release(flags + slot(cta), 1);
     }
-    // Add the sums of clusters first .. last: flags are polled side by side, loads from several are under way together.
+    // Add the sums of ctas first .. last: flags are polled side by side, loads from several are under way together.
     __device__ __forceinline__ void take(unsigned (&acc)[kSets][kResults], int first, int last) const {
         for (int other = first + thread; other <= last; other += 128) {
             while (load_acquire(flags + slot(other)) == 0) {
@@ -338,82 +320,78 @@ __device__ __forceinline__ void store_scaled(
     const float* base = operands.base + row_tile * 64 + (thread >> 5) * 16 + 4 * (g >> 1) + (g & 1);
     const float base0 = base[0], base1 = base[2];
     const float* scales = operands.token_scale + first_token + 2 * t;
-    float values[kResults];
+    constexpr int kPart = kResults % 32 ? kResults : 32;  // sums at a time: registers do not hold all of both
 #pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom) {
-        const bool present = first_token + atom * 8 < operands.atoms * 8;
-        const float even = present ? scales[atom * 8] : 0.0f, odd = present ? scales[atom * 8 + 1] : 0.0f;
+    for (int start = 0; start < kResults; start += kPart) {
+        float values[kPart];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            values[4 * atom + i] =
-                static_cast<float>(static_cast<int>(acc[4 * atom + i])) * ((i & 1 ? odd : even) * (i < 2 ? base0 : base1));
+        for (int j = 0; j < kPart; ++j) {
+            const int atom = (start + j) / 4, i = j % 4;
+            const bool present = first_token + atom * 8 < operands.atoms * 8;
+            const float scale = present ? scales[atom * 8 + (i & 1)] : 0.0f;
+            values[j] = static_cast<float>(static_cast<int>(acc[start + j])) * (scale * (i < 2 ? base0 : base1));
+        }
+        store(values, operands, row_tile, first_token + 2 * start, thread);
     }
-    store(values, operands, row_tile, first_token, thread);
 }
 
 }  // namespace comet
 
 using namespace comet;
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     w4ax_gemm_integer(const __grid_constant__ Operands operands) {
     extern __shared__ unsigned char shared[];
     const Schedule& schedule = operands.schedule;
     const unsigned ring = (shared_address(shared) + 1023) & ~1023u;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;  // uniform in a warp
-    const unsigned rank = kCluster ? cluster_cta_rank() : 0;
-    const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    const int cta = blockIdx.x, ctas = gridDim.x;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(ring + kFullAt + 8 * stage, 2);  // the two producers
-            mbarrier_init(ring + kEmptyAt + 8 * stage, CLUSTER * ROW_WGS * 4);
+            mbarrier_init(ring + kEmptyAt + 8 * stage, ROW_WGS * 4);
         }
         mbarrier_init_fence();
     }
-    if (kCluster) cluster_sync();
-    else __syncthreads();
+    __syncthreads();
     launch_dependents();
 
     if (warpgroup == ROW_WGS) {
         registers_down<PRODUCER_REGS>();
-        if (thread == 0) produce_weights(operands, Place(ring, 1), rank, cluster, clusters);
-        if (thread == 32) produce_activations(operands, Place(ring, 1), rank, cluster, clusters);
+        if (thread == 0) produce_weights(operands, Place(ring, 1), cta, ctas);
+        if (thread == 32) produce_activations(operands, Place(ring, 1), cta, ctas);
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();
         Consumer consumer(ring, warpgroup, thread);
-        const Shares shares{operands.partials, operands.flags, rank, warpgroup, thread};
+        const Shares shares{operands.partials, operands.flags, warpgroup, thread};
         Segment segment;
-        for (int index = 0; find_segment(schedule, cluster, clusters, index, segment); ++index) {
+        for (int index = 0; find_segment(schedule, cta, ctas, index, segment); ++index) {
             unsigned acc[kSets][kResults];
 #pragma unroll
             for (int i = 0; i < kSets * kResults; ++i) acc[i / kResults][i % kResults] = 0;
             consumer.add(acc, operands.int8_blocks, segment.first, segment.last);
 
             asm volatile("" : "+r"(index));  // find the segment again rather than keep it in registers
-            find_segment(schedule, cluster, clusters, index, segment);
+            find_segment(schedule, cta, ctas, index, segment);
             int row_group, token_tile;
             tile_place(schedule, segment.tile, row_group, token_tile);
             if (segment.first > 0) {
-                shares.give(acc, cluster);
+                shares.give(acc, cta);
                 continue;
             }
             if (segment.last < schedule.blocks) {
-                int other = cluster + 1;
+                int other = cta + 1;
                 while (Worker::range_start(schedule, other + 1) < (segment.tile + 1) * schedule.blocks) ++other;
-                shares.take(acc, cluster + 1, other);
+                shares.take(acc, cta + 1, other);
             }
-            const int row_tile = (row_group * CLUSTER + rank) * ROW_WGS + warpgroup;
+            const int row_tile = row_group * ROW_WGS + warpgroup;
             if (row_tile < operands.row_tiles) {
 #pragma unroll
                 for (int set = 0; set < kSets; ++set)
                     store_scaled(acc[set], operands, row_tile, (token_tile * TOKEN_TILES + set) * TOKENS, thread);
             }
         }
-    }
-    if (kCluster) {
-        __syncwarp();
-        cluster_sync();  // nobody leaves while others may still arrive at its barriers
     }
 }

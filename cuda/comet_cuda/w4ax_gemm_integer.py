@@ -11,6 +11,7 @@ import json
 import struct
 from dataclasses import dataclass, fields
 from math import ceil
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,9 +51,9 @@ class IntegerTiles:
     ctas_per_sm: int = 1
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
-    cluster: int = 1  # ctas that share activations by multicast
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
-    row_tiles: int = 1  # fixed, read by make_plan
+    row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
+    cluster: ClassVar[int] = 1
 
     @property
     def tile_tokens(self) -> int:
@@ -83,7 +84,6 @@ class IntegerTiles:
             "TOKENS": self.tokens,
             "TOKEN_TILES": self.token_tiles,
             "ROW_WGS": self.row_wgs,
-            "CLUSTER": self.cluster,
             "BATCH": self.batch,
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
@@ -175,6 +175,7 @@ _NUMBERS = struct.Struct("<4i8i2i")  # and the rest
 class Call:
     """All of a launch that its shapes decide."""
 
+    shapes: tuple[tuple[int, ...], ...]  # of x_codes, multiples, token_scale, weight, base
     kernel: CompiledKernel
     ctas: int
     threads: int
@@ -200,11 +201,26 @@ def _call(
     if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     return Call(
+        operand_shapes(tokens, rows, blocks, int8_blocks),
         chosen.kernel(out_dtype),
         plan.ctas,
         chosen.threads,
         chosen.shared_bytes,
         _NUMBERS.pack(tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks, 0),
+    )
+
+
+def operand_shapes(tokens: int, rows: int, blocks: int, int8_blocks: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of x_codes, multiples, token_scale, weight, base. Raises CometError for more INT8 blocks than blocks."""
+    if not 0 <= int8_blocks <= blocks:
+        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
+    atoms, row_tiles = token_atoms(tokens), -(-rows // ROW_TILE)
+    return (
+        (blocks, atoms, ATOM_BYTES),
+        (max(int8_blocks, 1), atoms, ATOM),
+        (atoms * ATOM,),
+        (row_tiles, blocks, record_bytes(False)),
+        (row_tiles * ROW_TILE,),
     )
 
 
@@ -220,15 +236,11 @@ def check_operands(
     int8_blocks: int,
 ) -> None:
     """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
-    row_tiles, blocks = -(-rows // ROW_TILE), weight.shape[1]
-    atoms = token_atoms(tokens)
-    expected = [
-        ("x_codes", x_codes, torch.uint8, (blocks, atoms, ATOM_BYTES)),
-        ("multiples", multiples, torch.int32, (max(int8_blocks, 1), atoms, ATOM)),
-        ("token_scale", token_scale, torch.float32, (atoms * ATOM,)),
-        ("weight", weight, torch.uint8, (row_tiles, blocks, record_bytes(False))),
-        ("base", base, torch.float32, (row_tiles * ROW_TILE,)),
-    ]
+    blocks = weight.shape[1]
+    names = ("x_codes", "multiples", "token_scale", "weight", "base")
+    tensors = (x_codes, multiples, token_scale, weight, base)
+    kinds = (torch.uint8, torch.int32, torch.float32, torch.uint8, torch.float32)
+    expected = [*zip(names, tensors, kinds, operand_shapes(tokens, rows, blocks, int8_blocks), strict=True)]
     if bias is not None:
         expected.append(("bias", bias, bias.dtype, (rows,)))
     for name, tensor, dtype, shape in expected:
@@ -239,8 +251,6 @@ def check_operands(
             )
         if tensor.device != weight.device:
             raise CometError(f"{name} is on {tensor.device}, the weight on {weight.device}", "move one of them")
-    if not 0 <= int8_blocks <= blocks:
-        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
 
 
 def launch(
@@ -259,11 +269,26 @@ def launch(
 ) -> Tensor:
     """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning)."""
     device = weight.get_device()
-    check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
-    y = torch.empty((tokens, rows), dtype=out_dtype, device=weight.device)
     if tokens == 0 or rows == 0:
-        return y
+        check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+        return weight.new_empty(tokens, rows, dtype=out_dtype)
     call = _call(tokens, rows, weight.shape[1], int8_blocks, out_dtype, device, tiles)
+    # The quick form of check_operands, which names the culprit.
+    if not (
+        (x_codes.shape, multiples.shape, token_scale.shape, weight.shape, base.shape) == call.shapes
+        and x_codes.dtype == weight.dtype == torch.uint8
+        and multiples.dtype == torch.int32
+        and token_scale.dtype == base.dtype == torch.float32
+        and x_codes.is_contiguous()
+        and multiples.is_contiguous()
+        and token_scale.is_contiguous()
+        and weight.is_contiguous()
+        and base.is_contiguous()
+        and device == x_codes.get_device() == multiples.get_device() == token_scale.get_device() == base.get_device()
+        and bias is None
+    ):
+        check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+    y = torch.empty((tokens, rows), dtype=out_dtype, device=weight.device)
     if bias is not None and bias.dtype != torch.float32:
         bias = bias.float()
     pointers = _POINTERS.pack(

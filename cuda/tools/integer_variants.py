@@ -22,7 +22,7 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
     """What tune tries for a batch."""
     if m > 512:
         whole = [IntegerTiles(128, 2, stages=5, stream=0, band=band) for band in (4, 8, 16)]
-        return [*whole, IntegerTiles(256, stages=5, stream=1, cluster=2), IntegerTiles(256, stages=5, stream=1)]
+        return [*whole, IntegerTiles(256, stages=5)]
     if m > 128:
         return [
             IntegerTiles(128, 2, stages=5),

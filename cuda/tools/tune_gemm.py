@@ -268,7 +268,7 @@ def parse_variants(text: str, share: int) -> list[Any]:
 
 def short(tiles: Any) -> str:
     if isinstance(tiles, integer.IntegerTiles):
-        text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} c{tiles.cluster} s{tiles.stages}"
+        text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
         return text + f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}" + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"

@@ -1,8 +1,8 @@
 // The sm_90a GEMM for integer scales: its sizes, all known at compile time, and its parameter.
 //
 // Compile-time: TOKENS (n of wgmma), TOKEN_TILES (of TOKENS, a warpgroup), ROW_WGS (consumer warpgroups, 64 rows each),
-// CLUSTER (ctas that share activations by multicast), BATCH (INT4 blocks between two waits), STAGES, CTAS_PER_SM,
-// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32).
+// BATCH (INT4 blocks between two waits), STAGES, CTAS_PER_SM, CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2
+// f32).
 #pragma once
 
 #include "comet/tile_schedule.cuh"
@@ -20,8 +20,6 @@ constexpr int kCodesBytes = kTileTokens * 128;
 constexpr int kMultipleBytes = kTileTokens * 4;
 constexpr int kRecordsAt = kCodesBytes + kMultipleBytes;
 constexpr int kStageBytes = (kRecordsAt + ROW_WGS * kRecord + 1023) / 1024 * 1024;
-constexpr int kAtomShare = (kTileAtoms + CLUSTER - 1) / CLUSTER;  // atoms that one cta of a cluster loads
-constexpr bool kCluster = CLUSTER > 1;
 constexpr int kThreads = 128 * (ROW_WGS + 1);
 constexpr unsigned kFullAt = kStageBytes * STAGES, kEmptyAt = kFullAt + 8 * STAGES;
 constexpr int kGroupBarrier = 1;  // named barriers: one a consumer warpgroup
@@ -36,8 +34,8 @@ struct Operands {
     const float* token_scale;        // [atoms * 8]
     const float* bias;               // [rows] or null
     void* out;                       // [tokens, rows]
-    unsigned* partials;              // [clusters, cta, warpgroup, kSets * kResults, 128]
-    unsigned* flags;                 // [clusters, cta, warpgroup]
+    unsigned* partials;              // [ctas, warpgroup, kSets * kResults, 128]
+    unsigned* flags;                 // [ctas, warpgroup]
     int tokens, rows, atoms, row_tiles;
     Schedule schedule;
     int int8_blocks;                 // the first ones

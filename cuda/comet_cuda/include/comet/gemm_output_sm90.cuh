@@ -21,10 +21,11 @@ __device__ __forceinline__ unsigned transpose_8x8(unsigned fragment) {
     return result;
 }
 
-// The 64 x TOKENS results of a warpgroup -> y [tokens, rows]. A 16-bit transpose in registers gives each thread four
+// The results of a warpgroup, 64 rows of some atoms of 8 tokens, four a thread and atom -> y [tokens, rows]. A 16-bit transpose in registers gives each thread four
 // consecutive rows of one token: 8 bytes, 32 a quad.
+template <int kSums>
 __device__ __forceinline__ void store(
-    float (&acc)[kResults], const Operands& operands, int row_tile, int first_token, int thread) {
+    float (&acc)[kSums], const Operands& operands, int row_tile, int first_token, int thread) {
     const int tokens = operands.tokens, rows = operands.rows;
     const float* bias = operands.bias;
     const int lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void store(
 #if OUT == 2
     float* y = static_cast<float*>(operands.out);
 #pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom)
+    for (int atom = 0; atom < kSums / 4; ++atom)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int token = first_token + atom * 8 + 2 * t + (i & 1), row = i < 2 ? row0 : row1;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void store(
     const int row = row16 + 4 * t;
     const bool whole = row + 4 <= rows && (rows & 3) == 0;
 #pragma unroll
-    for (int atom = 0; atom < kAtoms; ++atom) {
+    for (int atom = 0; atom < kSums / 4; ++atom) {
         const float* a = acc + 4 * atom;
         const unsigned low = transpose_8x8(pack_two(a[0] + bias0, a[1] + bias0));
         const unsigned high = transpose_8x8(pack_two(a[2] + bias1, a[3] + bias1));
