@@ -29,6 +29,7 @@ from comet_core.runner_weights import random_runner, runner_from_packed
 from comet_core.serving_scheme import CHUNK, GIB, PAGE, SINKS, find_scheme, largest_batch, packed_scheme, require_fit
 from comet_core.step_breakdown import summarize, trace
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import TOKEN
 
 LOADS = ((1024, 512), (128, 128))  # prompt and output tokens, as in the paper
 BATCHES: tuple[int | str, ...] = (1, 2, 4, 8, 16, 64, 256, "max")
@@ -62,7 +63,7 @@ class ServingBench:
         device: str = "cuda",
         seed: int = 0,
         layers: int | None = None,
-        share: int = 1,
+        share: int = TOKEN,
         command: str | None = None,
     ) -> None:
         """Load or make the weights.
@@ -79,7 +80,8 @@ class ServingBench:
         """
         self.scheme, self.device, self.seed, self.layers = find_scheme(scheme), torch.device(device), seed, layers
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.page, self.sinks, self.digest, self.share, self.command = PAGE, SINKS, None, share, command
+        self.page, self.sinks, self.digest, self.command = PAGE, SINKS, None, command
+        self.share = share if self.scheme.int4_share else None
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise CometError("no CUDA GPU is here", "shapes alone need none: comet bench --roofline")
         self.model: RunnerModel
@@ -89,6 +91,7 @@ class ServingBench:
             recipe, self.digest = manifest.recipe, manifest.recipe_digest
             self.page, self.sinks = recipe.kv_cache.page, recipe.kv_cache.sinks
             if packed_scheme(manifest.recipe) == scheme:
+                self.share = min((entry.share for entry in manifest.linears.values()), default=None)
                 self.model = runner_from_packed(packed, self.device, self.dtype)
                 return
             model = manifest.model["spec"]
@@ -324,7 +327,7 @@ def bench_serving(
     device: str = "cuda",
     seed: int = 0,
     layers: int | None = None,
-    share: int = 1,
+    share: int = TOKEN,
     command: str | None = None,
     parts_at: Sequence[int] = (64,),
     on_skip: Callable[[str], None] = lambda message: None,
@@ -368,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)), help='sizes, or "max"')
     parser.add_argument("--load", default="1024/512,128/128", help="prompt/output tokens")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--share", type=int, default=1, help="blocks that share a scale: 1, 4, or 0 (all of a token)")
+    parser.add_argument("--share", type=int, default=TOKEN, help="blocks that share a scale: 1, 4, or 0: a token's")
     parser.add_argument("--parts-at", default="64", help="batches whose step is broken down")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args(arguments)

@@ -5,7 +5,7 @@ hidden states are in memory at a time. When all layers have been measured, the b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,16 +301,24 @@ def _name_unreached(measured: Sequence[_Measured], prefix: str, progress: Progre
 
 
 def _common_spec(names: Sequence[str], specs: dict[str, LinearSpec], label: str) -> LinearSpec:
-    """The settings that linears sharing one input must share too."""
-    first = specs[names[0]]
-    for name in names[1:]:
-        if (specs[name].activations, specs[name].blocks) != (first.activations, first.blocks):
+    """The settings that linears sharing one input must share too; scales of a token are tied if they are for all."""
+    common = [specs[name] for name in names]
+    if not all(spec.activations.share == "token" for spec in common):
+        # What cannot be tied for one is not tied for any.
+        common = [_untied(spec) if spec.activations.share == "token" else spec for spec in common]
+    first = common[0]
+    for name, spec in zip(names[1:], common[1:], strict=True):
+        if (spec.activations, spec.blocks) != (first.activations, first.blocks):
             raise CometError(
                 f"{label}: {names[0]} and {name} read the same input but the recipe's overrides give them different "
                 "activations or blocks settings",
                 "make the override's match cover all of them",
             )
     return first
+
+
+def _untied(spec: LinearSpec) -> LinearSpec:
+    return replace(spec, activations=replace(spec.activations, share=1))
 
 
 IMPORTANCE = {

@@ -24,6 +24,7 @@ from comet_core.transform import transformed
 from comet_core.tune import tune
 from comet_core.whole_files import claimed, discard
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import TOKEN
 
 
 @torch.no_grad()
@@ -89,6 +90,14 @@ def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
             f"({found.recipe.name})",
             "run `comet calibrate` with this recipe",
         )
+    for item in found.groups:
+        for name in (f"{found.layer_prefix}.{item.layer}.{name}" for name in item.quantized):
+            if item.plan.share == TOKEN and recipe.for_linear(name).activations.share != "token":
+                raise CometError(
+                    f"recipe {recipe.name}: {name} was calibrated for one scale a token, which needs 4-bit weights "
+                    "with a scale a block",
+                    "run `comet calibrate` with this recipe",
+                )
     return replace(recipe, calibration=found.recipe.calibration)
 
 

@@ -190,10 +190,10 @@ def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> N
     unit = tensors.get("act_unit")
     if unit is not None and not bool((torch.isfinite(unit) & (unit > 0)).all()):
         raise CometError(f"{name}.act_unit: holds a value that is not finite and positive", DAMAGED)
-    if entry.share == TOKEN:
-        _check_integer_scales(name, tensors)
     if "w_zero" in tensors and int(tensors["w_zero"].max()) > 15:
         raise CometError(f"{name}.w_zero: holds a zero point above 15", DAMAGED)
+    if entry.share == TOKEN:
+        _check_integer_scales(name, tensors)
     if "perm" in tensors:
         order = tensors["perm"].long()
         if not torch.equal(order.sort().values, torch.arange(entry.in_features)):

@@ -18,7 +18,6 @@ from typing import Any
 from comet_core.recipe_rules import (
     check_fields,
     check_keys,
-    check_token_share,
     flag,
     nearest_hint,
     number,
@@ -89,7 +88,7 @@ class ActivationSpec:
     clip: float = number(0.9, 0, 1, open_low=True)  # share of absmax that code 7 stands for (INT4 blocks)
     hadamard: bool = flag(True)  # rotate INT4 blocks
     clip_search: bool = flag(False)  # per INT4 block, around `clip`, by output error
-    share: int | str = one_of(1, 4, "token")  # blocks whose scales are tied to each other
+    share: int | str = one_of("token", 1, 4)  # blocks whose scales are tied to each other
     unit: bool = flag(True)  # with share 4: each block's typical scale moves into the weights
 
     def __post_init__(self) -> None:
@@ -219,13 +218,13 @@ class Recipe:
                 f"recipe {self.name}: blocks.tp_granularity is {self.blocks.tp_granularity}, row_parallel is empty",
                 "Name the linears whose input is split over GPUs in blocks.row_parallel, or set tp_granularity to 1.",
             )
-        check_token_share(LinearSpec(self.weights, self.activations, self.blocks), f"recipe {self.name}")
 
     def for_linear(self, name: str) -> LinearSpec:
         """How the linear called `name` (for example model.layers.3.mlp.down_proj) is quantized.
 
         Per section the first override whose pattern fits and that holds the section counts. A skipped linear, or one
-        whose weights an override sets to 16 bit, has 16-bit activations too.
+        whose weights an override sets to 16 bit, has 16-bit activations too. One scale a token needs 4-bit weights with
+        a scale a block; elsewhere each block has its own.
         """
         specs: dict[str, Any] = {}
         for section in LINEAR_SECTIONS:
@@ -242,9 +241,10 @@ class Recipe:
             specs["weights"] = dataclasses.replace(specs["weights"], bits=16)
         if specs["weights"].bits == 16:
             specs["activations"] = dataclasses.replace(specs["activations"], bits=16)
-        spec = LinearSpec(**specs)
-        check_token_share(spec, f"recipe {self.name}, {name}")
-        return spec
+        weights, activations = specs["weights"], specs["activations"]
+        if activations.bits == 4 and activations.share == "token" and (weights.bits != 4 or weights.group != "block"):
+            specs["activations"] = dataclasses.replace(activations, share=1)
+        return LinearSpec(**specs)
 
 
 _SECTIONS: dict[str, type[Any]] = {

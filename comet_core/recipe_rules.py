@@ -118,18 +118,6 @@ def check_keys(given: Any, known: Iterable[str], path: str) -> Mapping[str, Any]
     return given
 
 
-def check_token_share(spec: Any, where: str) -> None:
-    """One scale a token wants weights of a LinearSpec whose scales are multiples too: 4 bits, a scale a block."""
-    weights, activations = spec.weights, spec.activations
-    if activations.share != "token" or activations.bits != 4 or (weights.bits == 4 and weights.group == "block"):
-        return
-    wrong = f"weights.bits is {weights.bits}" if weights.bits != 4 else f"weights.group is {weights.group}"
-    raise CometError(
-        f"{where}: activations.share is token but {wrong}",
-        "One scale a token needs 4-bit weights with a scale a block: set activations.share to 1 or 4 there.",
-    )
-
-
 def nearest_hint(word: str, known: Iterable[str]) -> str:
     """ "Did you mean X? Known: ..." for an unknown word."""
     names = sorted(known)

@@ -171,7 +171,7 @@ class RandomLinears:
         self, scheme: Scheme, device: torch.device | str, dtype: torch.dtype, seed: int, share: int, hadamard: bool
     ) -> None:
         self.scheme, self.device, self.dtype = scheme, device, dtype
-        self.share, self.hadamard = share, hadamard
+        self.share, self.hadamard = share if scheme.int4_share else 1, hadamard  # INT8 blocks alone keep scales
         self.generator = torch.Generator(device).manual_seed(seed)
         self._stand_ins: dict[tuple[int, int], Tensor] = {}
 
@@ -235,7 +235,7 @@ def random_runner(
     *,
     seed: int = 0,
     layers: int | None = None,
-    share: int = 1,
+    share: int = TOKEN,
     hadamard: bool = True,
 ) -> RunnerModel:
     """Any Llama-like alias (or folder's config) with random weights in one scheme.

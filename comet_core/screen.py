@@ -142,7 +142,7 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
     from comet_core.pack import draft_folder, pack
     from comet_core.packed import is_packed
 
-    weights = WeightSpec(bits=recipe.weights.bits)  # all of the weights' section that a calibration asks for
+    weights = WeightSpec(bits=recipe.weights.bits, group=recipe.weights.group)  # all of it that a calibration asks for
     measured = replace(recipe, weights=weights, kv_cache=KVCacheSpec(), tuning=TuningSpec())
     source, silent = resolve_model(setting.model, layers=setting.layers), SilentProgress()
     how: Any = {"device": setting.device, "dtype": setting.pack_dtype}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMED = "runs/smollm2-135m-w4a4kv4/packed"  # what the examples open
+NAMED = "smollm2-w4a4kv4"  # what the examples open
 NAMES = ("transformers", "vllm")
 
 

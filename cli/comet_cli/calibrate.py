@@ -46,7 +46,8 @@ def calibrate(
     Example: comet calibrate smollm2-135m --samples 32 --seq-len 512
     """
     options.tidy_heap()
-    source, chosen = prepare(model, recipe, weights, layers, data=data, samples=samples, seq_len=seq_len, seed=seed)
+    flags = {"data": data, "samples": samples, "seq_len": seq_len, "seed": seed}
+    source, chosen = prepare(model, recipe, weights, layers, device, **flags)
     folder = out or default_folder(source, chosen, layers) / "calibration"
     options.set_threads(threads)
     if dry_run:
@@ -56,7 +57,7 @@ def calibrate(
 
 
 def prepare(
-    model: str, recipe: str | None, weights: str, layers: int | None, **calibration: Any
+    model: str, recipe: str | None, weights: str, layers: int | None, device: str, **calibration: Any
 ) -> "tuple[ModelSource, Recipe]":
     """Resolve what was typed into a model and a recipe; cheap errors come before torch is loaded."""
     options.check_weights(weights)
@@ -68,6 +69,12 @@ def prepare(
     source = resolve_model(model, weights=weights, layers=layers, seed=calibration.get("seed") or 0)
     if source.note:
         console.talk(f"{source.name}: {source.note}")
+    if recipe is None:
+        from comet_core.preflight import default_recipe
+
+        name, why = default_recipe(source, device)
+        chosen = with_calibration(load_recipe(name), **calibration)
+        console.talk(f"recipe: {name} ({why})")
     return source, chosen
 
 

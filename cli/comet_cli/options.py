@@ -33,7 +33,9 @@ Model = Annotated[
 Recipe = Annotated[
     str | None,
     typer.Option(
-        help="Name of a recipe or a YAML file; w4a4kv4 if not given.", metavar="NAME|FILE", autocompletion=_recipes
+        help="Name of a recipe or a YAML file; w4a4kv4, tuned on a GPU that can, if not given.",
+        metavar="NAME|FILE",
+        autocompletion=_recipes,
     ),
 ]
 Weights = Annotated[str, typer.Option(help="real, or random for a dry run of a model that is not here.")]

@@ -57,13 +57,14 @@ def pack(
             "--calibration and --data, --samples, --seq-len or --seed exclude each other",
             "Leave out --calibration to calibrate anew.",
         )
-    source, chosen = calibrate.prepare(model, recipe, weights, layers, **flags)
+    named = recipe or (options.DEFAULT_RECIPE if given else None)  # a calibration knows its recipe
+    source, chosen = calibrate.prepare(model, named, weights, layers, device, **flags)
     options.set_threads(threads)
     from comet_core.calibration import load_calibration
     from comet_core.pack import pack as pack_model
     from comet_core.preflight import packing_disk, require_disk
 
-    if calibration is not None and recipe is None:  # a calibration knows its recipe
+    if calibration is not None and recipe is None:
         chosen = load_calibration(calibration).recipe
     home = calibrate.default_folder(source, chosen, layers)
     folder = out or home / "packed"

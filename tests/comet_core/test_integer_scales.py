@@ -19,8 +19,10 @@ from comet_core.fused_linear import W4AxTiled, fuse
 from comet_core.inspection import inspect_packed
 from comet_core.integrations.compressed_tensors import export
 from comet_core.linear import W4AxLinear
-from comet_core.packed import load_packed
+from comet_core.pack import pack
+from comet_core.packed import load_packed, read_manifest
 from comet_core.plan import block_error
+from comet_core.progress import SilentProgress
 from comet_core.quantize import QuantizedWeight, quantize_gptq, quantize_rtn
 from comet_core.recipe import ActivationSpec, WeightSpec, load_recipe, recipe_from_dict
 from comet_core.safetensors_files import read_header
@@ -73,7 +75,7 @@ def test_every_rounded_weight_is_an_integer_operand(seed: int, spread: float, sy
     largest = free.scale.float().amax(1, keepdim=True).clamp(min=1e-29)
     assert bool((weight.scale.float() <= 1.2 * largest)[1:].all())
     error, free_error = ((q.dequantize() - w).square().sum() for q in (weight, free))
-    assert float(error) <= 1.3 * float(free_error) + 1e-30
+    assert float(error) <= 1.5 * float(free_error) + 1e-30
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -179,7 +181,7 @@ def test_plans_judge_blocks_by_scales_of_their_own() -> None:
 @pytest.fixture(scope="module")
 def made(put_through: Any, llama_config: Any) -> Any:
     config = llama_config(hidden_size=384, intermediate_size=576, num_attention_heads=6, attention_bias=True)
-    return put_through(config, "w4a4kv4-integer", {"model.layers.0.self_attn.q_proj.weight": 3.0})
+    return put_through(config, "w4a4kv4", {"model.layers.0.self_attn.q_proj.weight": 3.0})
 
 
 def test_a_packed_model_holds_and_shows_it(made: Any) -> None:
@@ -283,16 +285,24 @@ def test_a_folder_off_the_lattice_is_refused(made: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [{"bits": 8}, {"group": "row"}])
-def test_recipes_that_cannot_be_combined_say_why(weights: dict[str, Any]) -> None:
-    tied = {"activations": {"share": "token"}}
-    with pytest.raises(CometError, match="activations.share is token but weights"):
-        recipe_from_dict(tied | {"weights": weights})
-    one = recipe_from_dict(tied | {"overrides": [{"match": "*.down_proj", "weights": weights}]})
-    with pytest.raises(CometError, match=r"layers.0.mlp.down_proj: activations.share is token"):
-        one.for_linear("model.layers.0.mlp.down_proj")
-    eight = one.for_linear("model.layers.0.mlp.up_proj")
-    assert eight.activations.share == "token"
-    skipped = dataclasses.replace(load_recipe("w4a4kv4-integer"), skip=("*",)).for_linear("lm_head")
+def test_inputs_of_weights_that_cannot_be_multiples_keep_scales_of_their_own(
+    put_through: Any, llama_config: Any, weights: dict[str, Any]
+) -> None:
+    recipe = recipe_from_dict({"weights": weights})
+    assert recipe.for_linear("model.layers.0.mlp.down_proj").activations.share == 1
+    recipe = recipe_from_dict({
+        "blocks": {"int4_mac_fraction": 0.7}, "overrides": [{"match": "*.v_proj", "weights": weights}]
+    })  # fmt: skip
+    config = llama_config(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    made = put_through(config, recipe)
+    entries = {name.removeprefix("model.layers."): entry for name, entry in read_manifest(made.packed).linears.items()}
+    assert [entries[f"1.self_attn.{name}_proj"].share for name in "qkv"] == [1, 1, 1]  # they read one input
+    assert entries["1.mlp.up_proj"].share == TOKEN
+    other, home = dataclasses.replace(recipe, weights=WeightSpec(**weights)), made.packed.parent
+    with pytest.raises(CometError, match="_proj was calibrated for one scale a token"):
+        pack(made.source, made.calibration, other, home / "other", device="cpu", progress=SilentProgress())
+    assert recipe.for_linear("model.layers.0.mlp.up_proj").activations.share == "token"
+    skipped = dataclasses.replace(load_recipe("w4a4kv4"), skip=("*",)).for_linear("lm_head")
     assert skipped.kept
 
 

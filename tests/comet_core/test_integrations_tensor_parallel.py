@@ -100,7 +100,7 @@ def test_ranks_of_integer_scales_choose_a_token_s_scale_from_their_own_channels(
     config = llama_config(
         hidden_size=256, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
     )
-    packed = load_packed(put_through(config, "w4a4kv4-integer").packed)
+    packed = load_packed(put_through(config, "w4a4kv4").packed)
     layer, entries = packed.model.model.layers[0], packed.manifest.linears
     x = torch.randn(7, 256)
     q, entry = layer.self_attn.q_proj, entries["model.layers.0.self_attn.q_proj"]

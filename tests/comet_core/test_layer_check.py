@@ -75,7 +75,8 @@ def test_the_layer_that_is_judged_is_the_one_on_the_disk(
     honest = pack_job.write_checked_shard
 
     def lying(*given: Any) -> dict[str, torch.Tensor]:
-        return {key: 2 * value if key.endswith("w_scale") else value for key, value in honest(*given).items()}
+        scales = ("w_scale", "weight_base")
+        return {key: 2 * value if key.endswith(scales) else value for key, value in honest(*given).items()}
 
     monkeypatch.setattr(pack_job, "write_checked_shard", lying)
     with pytest.raises(CometError, match=r"model\.layers\.0: read back from its shard"):

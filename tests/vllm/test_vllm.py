@@ -175,7 +175,7 @@ def test_answers_are_those_of_transformers(
 
 
 def test_integer_scales(environment: dict[str, str], tmp_path: Path) -> None:
-    folder = packed(tmp_path, "w4a4kv4-integer", 1)
+    folder = packed(tmp_path, "w4a4kv4", 1)
     agree(expected(folder), answers(run(folder, 1, environment, tmp_path / "run.py")))
 
 
