@@ -87,8 +87,8 @@ def tuning_memory(source: ModelSource) -> int:
     from comet_core.tune import TOKENS_A_PASS
 
     table, config = parameter_table(source.config), source.config.get_text_config()
-    parameters = sum(torch.Size(shape).numel() for shape in table.shapes.values())
-    wide = 12 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    parameters: int = sum(torch.Size(shape).numel() for shape in table.shapes.values())
+    wide: int = 12 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     return 24 * parameters + 2 * TOKENS_A_PASS["cuda"] * config.num_hidden_layers * wide
 
 
