@@ -87,9 +87,9 @@ def tuning_memory(source: ModelSource) -> int:
     from comet_core.tune import TOKENS_A_PASS
 
     table, config = parameter_table(source.config), source.config.get_text_config()
-    parameters: int = sum(torch.Size(shape).numel() for shape in table.shapes.values())
-    wide: int = 12 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    return 24 * parameters + 2 * TOKENS_A_PASS["cuda"] * config.num_hidden_layers * wide
+    parameters = sum(torch.Size(shape).numel() for shape in table.shapes.values())
+    wide = 12 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    return int(24 * parameters + 2 * TOKENS_A_PASS["cuda"] * config.num_hidden_layers * wide)
 
 
 def default_recipe(source: ModelSource, device: str) -> tuple[str, str]:
