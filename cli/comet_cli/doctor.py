@@ -116,7 +116,10 @@ def op_paths() -> list[dict[str, str]]:
     rows = []
     for index in range(torch.cuda.device_count()):
         try:
-            taken = dispatch.paths(torch.cuda.get_device_capability(index))
+            capability = torch.cuda.get_device_capability(index)
+            taken = dispatch.paths(capability)
+            integer = [row for row in dispatch.paths(capability, integer=True) if row not in taken]
+            taken += [(f"{op}, integer scales", path, why) for op, path, why in integer]
         except CometError as error:  # one GPU that is too old does not hide the others
             taken = [("all", "none", error.message)]
         rows += [{"gpu": str(index), "op": op, "path": path, "why": why} for op, path, why in taken]

@@ -36,8 +36,7 @@ FAMILIES = (
         name="sm_90",
         capabilities=((9, 0),),
         suffix="a",
-        gemm_reason="no INT4 tensor cores: INT4 blocks run exactly on e4m3 wgmma, INT8 blocks on s8 wgmma;"
-        " with integer scales (activations.share: token) all blocks on s8 wgmma, summed over all channels",
+        gemm_reason="no INT4 tensor cores: INT4 blocks run exactly on e4m3 wgmma, INT8 blocks on s8 wgmma",
         shared_kilobytes={(9, 0): 227},
     ),
     Family(
@@ -49,7 +48,7 @@ FAMILIES = (
     ),
 )
 QUANTIZE_REASON = "one pass: gather, rotate, quantize, sum, and the layout that this GPU's GEMM reads"
-TOKEN_REASON = "one pass: gather, rotate, one scale a token, INT4 codes times their multiples, and the layout"
+TOKEN_REASON = "one pass: gather, rotate, scales that are multiples of one a token, and the layout of this GPU's GEMM"
 INTEGER_REASON = "integer scales: all blocks on s8 wgmma, sums stay in int32 over all of K"
 APPEND_REASON = "one pass: rotate, quantize values by token and whole pages of keys by channel, tile"
 ATTENTION_REASON = "f16 mma.sync m16n8k16 reads the 4-bit codes as f16 numbers, without a conversion"
@@ -107,14 +106,9 @@ def paths(capability: tuple[int, int], integer: bool = False) -> list[tuple[str,
     """
     family = family_of(capability)
     arch = arch_of(capability)
-    quantize, multiply = ("quantize_act", arch, QUANTIZE_REASON), ("w4ax_gemm", family.name, family.gemm_reason)
-    if integer and family.name == "sm_90":
-        quantize, multiply = ("quantize_act", arch, TOKEN_REASON), ("w4ax_gemm", family.name, INTEGER_REASON)
-    elif integer:
-        quantize = ("quantize_act", "reference", "the kernel for one scale a token exists for sm_90 only")
     return [
-        quantize,
-        multiply,
+        ("quantize_act", arch, TOKEN_REASON if integer else QUANTIZE_REASON),
+        ("w4ax_gemm", family.name, INTEGER_REASON if integer and family.name == "sm_90" else family.gemm_reason),
         ("kv4_append", arch, APPEND_REASON),
         ("kv4_decode", arch, ATTENTION_REASON),
         ("kv4_prefill", arch, ATTENTION_REASON),

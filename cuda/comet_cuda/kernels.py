@@ -16,6 +16,7 @@ from comet_cuda.jit import Configuration, Cubin, cache_folder
 from comet_cuda.tiles_sm90 import OUT_KINDS, SOURCE, UNITS_SOURCE, Tiles, tile_table
 
 SOURCES = Path(__file__).parent
+ELSEWHERE = {"quantize_act.cu": "quantize_act_cuda", "quantize_token.cu": "quantize_token_plan"}  # not in its namesake
 
 
 def sources() -> list[str]:
@@ -29,9 +30,7 @@ def configurations(source: str, family: Family) -> list[Configuration]:
         return _sm90_gemm(source) if family.name == "sm_90" else []
     if source == "w4ax_gemm_sm80.cu":
         return w4ax_gemm_sm80.configurations(family.name == "portable") if family.name != "sm_90" else []
-    module = importlib.import_module(
-        f"comet_cuda.{'quantize_act_cuda' if source == 'quantize_act.cu' else source[:-3]}"
-    )
+    module = importlib.import_module(f"comet_cuda.{ELSEWHERE.get(source, source[:-3])}")
     return list(module.configurations(family.name))
 
 

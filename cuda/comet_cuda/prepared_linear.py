@@ -15,7 +15,7 @@ from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import quantize_act_tiled
 from comet_cuda.quantize_fused import rms_norm_quantize, silu_mul_quantize
 from comet_cuda.quantize_token import quantize_token, rms_norm_quantize_token, silu_mul_quantize_token
-from comet_cuda.w4ax_gemm_integer import IntegerWeight, prepare_weight_integer, w4ax_gemm_integer
+from comet_cuda.w4ax_gemm_integer import IntegerWeight, count_int8_blocks, prepare_weight_integer, w4ax_gemm_integer
 from comet_cuda.w4ax_gemm_sm80 import Sm80Weight, prepare_weight_sm80, w4ax_gemm_sm80
 from comet_cuda.w4ax_gemm_sm90 import TiledWeight, prepare_weight_sm90, w4ax_gemm_tiled
 
@@ -104,5 +104,7 @@ def prepare_linear(
     if layout == "sm_90":
         sm90 = prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits, inputs.share)
         return PreparedLinear(layout, sm90, inputs)
+    if inputs.share == TOKEN:
+        count_int8_blocks(inputs.block_bits)  # checks that they come first
     portable = layout == "portable"
     return PreparedLinear(layout, prepare_weight_sm80(qweight, w_scale, w_zero, inputs.block_bits, portable), inputs)

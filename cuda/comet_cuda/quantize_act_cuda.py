@@ -1,8 +1,7 @@
 """quantize_act on the GPU: the canonical op and its tiled form for the GEMM (quantize_fused.py has the fused ones).
 
-One launcher for three kernels: quantize_few.py and quantize_many.py say when theirs are taken, quantize_act.cu takes
-the rest. The decision made here is that one's launch plan: how many tokens share a cta (more tokens, fewer
-shared-memory reads of the gather; fewer tokens, more ctas) and how many ctas share a token.
+One launcher for four kernels: quantize_few.py, quantize_many.py and quantize_token_plan.py say when theirs are taken,
+quantize_act.cu takes the rest. The decision made here is that one's launch plan (`plan_launch`).
 
 The tiled op exists on every device; on the CPU it is the reference followed by the tiling of weight_layout.py.
 The host's time counts at small M, so all that a shape decides is looked up, and the rest is one pack and one call.
@@ -15,7 +14,7 @@ import struct
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_few, quantize_many
+from comet_cuda import quantize_few, quantize_many, quantize_token_plan
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
@@ -139,8 +138,8 @@ def _bound(
     gathered: bool,
 ) -> BoundLaunch:
     """The launch of one shape: all but the addresses. `aligned`: the rows' addresses modulo 16."""
-    if share not in SHARES:
-        raise CometError(f"quantize_act: share={share}", f"blocks share their scale alone (1) or in quads ({QUAD})")
+    if share not in (*SHARES, TOKEN):
+        raise CometError(f"quantize_act: share={share}", f"it is 1, {QUAD} or {TOKEN}: a scale a block, quad or token")
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
         raise CometError(
             f"quantize_act: {rows} tokens of {channels} channels are more codes than 32-bit indices reach",
@@ -159,6 +158,10 @@ def _bound(
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
         return kernel.load(device).bind(grid, threads, _PARAMS, shared, overlap)
 
+    if share == TOKEN:
+        token = quantize_token_plan.plan_plain(rows, channels, fuse, gathered, vector, sms, shared_limit)
+        source, defines = quantize_token_plan.SOURCE, token.defines(dtype, hadamard, fuse, LAYOUTS[layout])
+        return bind(source, defines, (rows, 1), 32 * token.warps, token.shared_bytes)
     if aligned == 0:
         many = quantize_many.plan_many(rows, channels, dtype, fuse, layout, share, gathered, sms, shared_limit)
         if many is not None:
@@ -282,7 +285,7 @@ def quantize_act_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act` on CUDA tensors."""
-    if share == TOKEN:  # whose kernel has a layout of its own (quantize_token.py)
+    if not quantize_token_plan.has_kernel(x, "canonical", share, unit):
         return quantize_act_ref(x, perm, block_bits, clip, hadamard, share, unit)
     x = as_rows(x, "quantize_act")
     codes, scale = _empty(x.shape[0], block_bits.numel(), "canonical").on(x.get_device())
@@ -352,7 +355,7 @@ def quantize_act_tiled_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act_tiled_ref` on CUDA tensors."""
-    if share == TOKEN:  # whose kernel has a layout of its own (quantize_token.py)
+    if not quantize_token_plan.has_kernel(x, layout, share, unit):
         return quantize_act_tiled_ref(x, perm, block_bits, clip, hadamard, layout, share, unit)
     x = as_rows(x, "quantize_act_tiled")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)

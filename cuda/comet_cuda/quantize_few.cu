@@ -51,13 +51,8 @@ __device__ __forceinline__ Scale scale_of(const Params& p, int block, const Bloc
 // Codes, scale and sum of the warp's block -> memory.
 __device__ __forceinline__ void store_block(const Params& p, int token, int block, int lane, bool is_int4, const uint32_t (&codes)[4],
                                             const Scale& scale, float sum) {
-  char* const all = static_cast<char*>(p.codes);
-  uint32_t bytes = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
-  const float meta = lane == 0 ? scale.stored : sum;
-#if OUT == 0
-  reinterpret_cast<uint32_t*>(all + (size_t(token) * p.NB + block) * kBlock)[lane] = bytes;
-  if (lane == 0) p.scale[size_t(token) * p.NB + block] = meta;
-#elif OUT == 1
+  uint32_t bytes = bytes_of_codes(codes);
+#if OUT == 1
   const int atoms = (p.M + 7) / 8, row = token % 8;
   const size_t atom = size_t(block) * atoms + token / 8;
   if (is_int4) {
@@ -67,15 +62,10 @@ __device__ __forceinline__ void store_block(const Params& p, int token, int bloc
     for (int i = 0; i < 4; ++i) q[i] = __fmul_rn(__fsub_rn(__uint_as_float(codes[i]), kRound), power);
     bytes = e4m3_of(q[0], q[1]) | uint32_t(e4m3_of(q[2], q[3])) << 16;
   }
-  *reinterpret_cast<uint32_t*>(all + atom * 1024 + row * 128 + ((4 * lane) ^ (16 * row))) = bytes;
-  if (lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * lane] = meta;
+  *reinterpret_cast<uint32_t*>(static_cast<char*>(p.codes) + atom * 1024 + row * 128 + ((4 * lane) ^ (16 * row))) = bytes;
+  if (lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * lane] = lane == 0 ? scale.stored : sum;
 #else
-  char* const at = all + size_t(block) * p.M * kBlock;
-  if (OUT == 2 && is_int4)
-    reinterpret_cast<uint16_t*>(at)[token * 32 + lane] = pack_nibbles(bytes);
-  else
-    reinterpret_cast<uint32_t*>(at)[token * 32 + lane] = bytes;
-  if (lane < 2) p.scale[(size_t(block) * p.M + token) * 2 + lane] = meta;
+  store_plain(p, token, block, lane, is_int4, bytes, scale.stored, sum);
 #endif
 }
 
@@ -131,8 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(con
     codes_of(v, factor, scale.divisor, info.is_int4 ? 7.f : 127.f, codes);
     float sum = 0.f;
     if constexpr (OUT != 0) {
-      const uint32_t own_sum = codes[0] + codes[1] + codes[2] + codes[3] - 4 * __float_as_uint(kRound);
-      sum = float(int(__reduce_add_sync(kWarp, own_sum)));
+      sum = sum_of_codes(codes);
       if (OUT == 1 && SHARE == 4 && info.is_int4) sum *= __int_as_float((131 - scale.e) << 23);
     }
     if (block < p.NB && (OUT == 1 || token < p.M)) store_block(p, token, block, lane, info.is_int4, codes, scale, sum);

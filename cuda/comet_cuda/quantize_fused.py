@@ -9,7 +9,6 @@ from torch import Tensor
 
 from comet_cuda.errors import CometError
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
-from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import (
     QUANTIZE_ARGUMENTS,
     as_rows,
@@ -18,6 +17,7 @@ from comet_cuda.quantize_act_cuda import (
     quantize_act_tiled_ref,
     tiled_fake,
 )
+from comet_cuda.quantize_token_plan import has_kernel
 
 
 def rms_norm_quantize_ref(
@@ -83,7 +83,7 @@ def rms_norm_quantize_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_ref` on CUDA tensors."""
-    if share == TOKEN:
+    if not has_kernel(x, layout, share, unit):
         return rms_norm_quantize_ref(x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share, unit)
     x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
@@ -119,7 +119,7 @@ def silu_mul_quantize_gpu(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`silu_mul_quantize_ref` on CUDA tensors."""
-    if share == TOKEN:
+    if not has_kernel(gate_up, layout, share, unit):
         return silu_mul_quantize_ref(gate_up, perm, block_bits, clip, hadamard, layout, share, unit)
     gate_up = as_rows(gate_up, "silu_mul_quantize")
     codes, meta = empty_tiled(gate_up, block_bits.numel(), layout)

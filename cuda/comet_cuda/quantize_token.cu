@@ -1,15 +1,16 @@
-// quantize_act with scales that are integer multiples of one number a token (quantize_token_ref.py), for the sm_90 GEMM
-// that keeps its sums in integers: a cta, or a cluster of ctas where there are few tokens, takes a token.
+// quantize_act with scales that are integer multiples of one number a token (quantize_token_ref.py): a cta, or a cluster
+// of ctas where there are few tokens, takes a token.
 //
 // First every warp finds the largest magnitudes of its blocks and leaves the scale that each would choose alone in shared
 // memory; after one barrier every warp finds the token's scale from all of them (token_scale.cuh), then its blocks'
 // multiples and codes. The values stay in registers between the two (KEEP), or, where rows are too wide, are computed
 // again from the staged row. Rows, gather and norm are those of warp_row.cuh.
 //
-// Out: codes as in weight_layout.py, INT4 codes times their block's multiple; `scale` f32 [A * 8], the token's scale;
-// `multiples`, of INT8 blocks alone, because codes of INT4 blocks hold theirs.
+// Out, with OUT 1, for the sm_90 GEMM that keeps its sums in integers: codes as in weight_layout.py, INT4 codes times
+// their block's multiple; `scale` f32 [A * 8], the token's scale; `multiples`, of INT8 blocks alone, because codes of INT4
+// blocks hold theirs. With OUT 0, 2 and 3: what quantize_act.cu writes, for every other GEMM, whose scales are a block's.
 //
-// Definitions: as for warp_row.cuh, with OUT 1 and SHARE 1; ROUNDS (blocks a warp takes), KEEP; CLUSTER (ctas a token, and
+// Definitions: as for warp_row.cuh, with SHARE 1; ROUNDS (blocks a warp takes), KEEP; CLUSTER (ctas a token, and
 // gridDim.y); THREADS is the most that a cta may have and MIN_CTAS how many ctas a multiprocessor's registers must allow.
 #define CTA_THREADS int(blockDim.x)
 #include "comet/cluster.cuh"
@@ -26,13 +27,26 @@ using namespace comet;
 
 static_assert(CLUSTER == 1 || KEEP, "see the number of rounds");
 
+// The number of INT8 blocks, which come first.
+#if OUT == 1
+using Arguments = TokenParams;
+__device__ __forceinline__ int count_int8(const Arguments& p, int) { return p.int8_blocks; }
+#else
+using Arguments = Params;
+__device__ __forceinline__ int count_int8(const Arguments& p, int lane) {
+  uint32_t own = 0;
+  for (int b = lane; b < p.NB; b += 32) own += p.bits[b] == 8;
+  return int(__reduce_add_sync(kWarp, own));
+}
+#endif
+
 // A token's blocks as one warp sees them.
 struct WarpBlocks {
-  const TokenParams& p;
+  const Arguments& p;
   const Cell* row; // staged, with GATHER
   float* ratios;   // [NB], what each block's scale would be alone
   Source source;
-  int lane, token;
+  int lane, token, int8_blocks;
   float inverse; // of the norm
 
   // Blocks of the warp: round after round.
@@ -72,9 +86,9 @@ struct WarpBlocks {
   // Codes of rotated values -> memory.
   __device__ __forceinline__ void store(int block, const TokenScale& scales, const float (&v)[4]) const {
     if (block >= p.NB) return;
-    const bool is_int4 = block >= p.int8_blocks;
-    const int row_of_atom = token % 8;
-    const size_t atom = size_t(block) * ((p.M + 7) / 8) + token / 8;
+    const bool is_int4 = block >= int8_blocks;
+    [[maybe_unused]] const int row_of_atom = token % 8;
+    [[maybe_unused]] const size_t atom = size_t(block) * ((p.M + 7) / 8) + token / 8;
     uint32_t by = 1;
     float step;
     if (is_int4) {
@@ -84,21 +98,26 @@ struct WarpBlocks {
     } else {
       const int e = scales.exponent(ratios[block]);
       step = __fmul_rn(scales.scale, __int_as_float((e + 127) << 23));
+#if OUT == 1
       int* const words = p.multiples + atom * 8;
-      if (lane == 0) words[row_of_atom] = exponent_word(scales, ratios, block, p.int8_blocks, e);
+      if (lane == 0) words[row_of_atom] = exponent_word(scales, ratios, block, int8_blocks, e);
       if (token == p.M - 1 && lane > row_of_atom && lane < 8) words[lane] = 0; // tokens that fill the last atom
+#endif
     }
     uint32_t codes[4];
     codes_of(v, HADAMARD && is_int4 ? kHadamardNorm : 1.f, step, is_int4 ? 7.f : 127.f, codes);
-    // the low byte of (1.5 * 2^23 + code) * by is that of code * by
-    const uint32_t bytes = __byte_perm(__byte_perm(codes[0] * by, codes[1] * by, 0x0040),
-                                       __byte_perm(codes[2] * by, codes[3] * by, 0x0040), 0x5410);
+#if OUT == 1
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] *= by; // the low byte of (1.5 * 2^23 + code) * by is that of code * by
     char* const to = static_cast<char*>(p.codes) + atom * 1024 + row_of_atom * 128;
-    *reinterpret_cast<uint32_t*>(to + ((4 * lane) ^ (16 * row_of_atom))) = bytes;
+    *reinterpret_cast<uint32_t*>(to + ((4 * lane) ^ (16 * row_of_atom))) = bytes_of_codes(codes);
+#else
+    store_plain(p, token, block, lane, is_int4, bytes_of_codes(codes), step, OUT == 0 ? 0.f : sum_of_codes(codes));
+#endif
   }
 };
 
-extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) quantize_token(const TokenParams p) {
+extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) quantize_token(const Arguments p) {
   extern __shared__ __align__(16) char shared[];
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
 #if CLUSTER > 1
@@ -107,9 +126,10 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
   float* const ratios = reinterpret_cast<float*>(shared);
   const int lane = threadIdx.x % 32, token = blockIdx.x;
   Cell* const row = reinterpret_cast<Cell*>(shared + (p.NB + 3) / 4 * 16); // behind the ratios
-  WarpBlocks warp{p, row, ratios, Source(p, token), lane, token, 1.f};
-  Block info; // nothing here depends on the previous kernel
-  info.load(p, warp.block(0), lane, warp.block(0) >= p.int8_blocks);
+  const int int8_blocks = count_int8(p, lane); // nothing here depends on the previous kernel
+  WarpBlocks warp{p, row, ratios, Source(p, token), lane, token, int8_blocks, 1.f};
+  Block info;
+  info.load(p, warp.block(0), lane, warp.block(0) >= int8_blocks);
 #if GATHER
   Four w[BATCH];
   load_weights(p, 4 * threadIdx.x, w);
@@ -153,7 +173,7 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
     warp.read(info, warp.block(i), mine);
 #endif
     warp.leave_ratio(info, warp.block(i), mine);
-    if (i + 1 < rounds) info.load(p, warp.block(i + 1), lane, warp.block(i + 1) >= p.int8_blocks);
+    if (i + 1 < rounds) info.load(p, warp.block(i + 1), lane, warp.block(i + 1) >= int8_blocks);
   }
 #if CLUSTER > 1
   cluster_arrive();
@@ -161,20 +181,22 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
 #else
   __syncthreads();
 #endif
-  const TokenScale scales(ratios, p.NB, p.int8_blocks, lane, ROUNDS <= 4);
+  const TokenScale scales(ratios, p.NB, int8_blocks, lane, ROUNDS <= 4);
 #if KEEP
 #pragma unroll
 #endif
   for (int i = 0; i < rounds; ++i) {
     if constexpr (!KEEP) {
-      info.load(p, warp.block(i), lane, warp.block(i) >= p.int8_blocks);
+      info.load(p, warp.block(i), lane, warp.block(i) >= int8_blocks);
       warp.read(info, warp.block(i), v[0]);
       if (HADAMARD && info.is_int4) hadamard_in_warp(v[0], lane);
     }
     warp.store(warp.block(i), scales, v[KEEP ? i : 0]);
   }
+#if OUT == 1
   if (blockIdx.y != 0) return;
   if (threadIdx.x == 0) p.scale[token] = scales.scale;
   const int padding = token + 1 + int(threadIdx.x); // tokens that fill the last atom: any finite scale
   if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
+#endif
 }

@@ -3,12 +3,9 @@
 In: x [M, K], or what a fused norm or SiLU makes x from. Out: codes in which INT4 blocks hold code * multiple, the
 multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums stay integers over all of K.
 
-The decision made here is how a token's blocks are shared out to warps: a block a warp while tokens are few and latency
-counts, in a cluster of ctas if one is not enough; several blocks a warp (half as many threads a cta) once the GPU is
-full; rows too wide for registers are computed twice. Many tokens go to quantize_many.cu, where ctas stay.
+Few tokens go to quantize_token.cu (its plan is in quantize_token_plan.py), many to quantize_many.cu, where ctas stay.
 """
 
-import dataclasses
 import functools
 import struct
 
@@ -20,18 +17,18 @@ from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
-from comet_cuda.jit import Configuration, compile_kernel
+from comet_cuda.jit import compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import (
     DEFAULT_SHARED,
-    FUSE,
     MOST_CODES,
     PERM_ALIGNMENT,
     as_rows,
     identity,
 )
 from comet_cuda.quantize_fused import norm_inputs
+from comet_cuda.quantize_token_plan import ELEMENTS, MOST_CLUSTER, OPTIONS, SOURCE, WARP, plan_token
 from comet_cuda.quantize_token_ref import (
     TokenOperand,
     check_blocks,
@@ -41,79 +38,7 @@ from comet_cuda.quantize_token_ref import (
     token_shapes,
 )
 
-SOURCE = "quantize_token.cu"
-OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in the reference
-ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
-WARP = 32
-FEW_WARPS, MOST_WARPS = 16, 32  # of a cta
-MOST_CLUSTER = 8  # ctas that share a token
-ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
-MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
 _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenPlan:
-    """How one shape is launched: a cta a token."""
-
-    warps: int  # of a cta
-    cluster: int  # ctas that share a token
-    rounds: int  # blocks a warp takes; 0: as many as it needs, their values computed twice
-    gather: bool  # through a row in shared memory
-    vector: bool  # rows are aligned to four channels
-    shared_bytes: int
-
-    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str) -> dict[str, int | str]:
-        """The preprocessor definitions of quantize_token.cu."""
-        wide = self.warps > FEW_WARPS or self.cluster > 1
-        return {
-            "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": int(self.vector), "STAGE": 1, "OUT": 1, "SHARE": 1,
-            "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(self.gather), "ROUNDS": max(1, self.rounds),
-            "CLUSTER": self.cluster, "KEEP": int(self.rounds > 0),
-            "BATCH": min(MOST_BATCH, self.cluster * self.rounds or MOST_BATCH),
-            "THREADS": WARP * (MOST_WARPS if wide else FEW_WARPS), "MIN_CTAS": 1 if wide else 2,
-        }  # fmt: skip
-
-
-def plan_token(
-    rows: int, channels: int, fuse: str, gathered: bool, vector: bool, sms: int, most_cluster: int = MOST_CLUSTER
-) -> TokenPlan:
-    """The plan for x [rows, channels].
-
-    Args:
-        fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
-        vector: rows are aligned to four channels. sms: multiprocessors of the GPU.
-        most_cluster: ctas that may share a token.
-    """
-    blocks = num_blocks(channels)
-    gather = gathered or fuse == "rms_norm"  # the norm needs the whole row
-    cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
-    shared_bytes = -(-blocks // 4) * 16 + (blocks * BLOCK * cell if gather else 0)
-    cluster = 1  # while multiprocessors are free, in ctas of few warps: instructions bound those of many
-    while vector and 2 * cluster <= most_cluster and 2 * cluster * rows <= sms and cluster * FEW_WARPS < blocks:
-        cluster *= 2
-    for warps in (MOST_WARPS,) if rows <= sms else (FEW_WARPS, MOST_WARPS):
-        kept = [rounds for rounds in ROUNDS if rounds * warps * cluster >= blocks]
-        if kept and vector:
-            return TokenPlan(-(-blocks // (cluster * kept[0])), cluster, kept[0], gather, vector, shared_bytes)
-    return TokenPlan(min(blocks, MOST_WARPS if vector else FEW_WARPS), 1, 0, gather, vector, shared_bytes)
-
-
-def configurations(family: str) -> list[Configuration]:
-    """Every way that quantize_token.cu is compiled on a GPU family."""
-    if family != "sm_90":
-        return []
-    ways = [(warps, 1, rounds, True) for warps in (FEW_WARPS, MOST_WARPS) for rounds in ROUNDS]
-    ways += [(MOST_WARPS, ctas, rounds, True) for ctas in (2, 4, 8) for rounds in ROUNDS if rounds * ctas <= 16]
-    ways += [(MOST_WARPS, 1, 0, True), (FEW_WARPS, 1, 0, False)]
-    forms = [(fuse, gather) for fuse in FUSE for gather in (True, False) if gather or fuse != "rms_norm"]
-    return [
-        Configuration(SOURCE, TokenPlan(warps, ctas, rounds, gather, vector, 0).defines(dtype, hadamard, fuse), OPTIONS)
-        for warps, ctas, rounds, vector in ways
-        for fuse, gather in forms
-        for dtype in ELEMENTS
-        for hadamard in (False, True)
-    ]
 
 
 @functools.lru_cache(maxsize=4096)

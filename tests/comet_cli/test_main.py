@@ -300,7 +300,9 @@ def test_doctor_names_the_path_of_each_gpu_and_one_that_is_too_old(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (7, 5)][index])
     rows = doctor.op_paths()
-    assert {row["op"]: row["path"] for row in rows if row["gpu"] == "0"}["w4ax_gemm"] == "sm_90"
+    taken = {row["op"]: (row["path"], row["why"]) for row in rows if row["gpu"] == "0"}
+    assert taken["w4ax_gemm"][0] == "sm_90" and "int32" in taken["w4ax_gemm, integer scales"][1]
+    assert taken["quantize_act, integer scales"][0] == "sm_90a"
     assert [row["path"] for row in rows if row["gpu"] == "1"] == ["none"]
 
 

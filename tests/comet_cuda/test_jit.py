@@ -140,6 +140,8 @@ def test_paths(capability: tuple[int, int], arch: str, gemm: str) -> None:
     found = {op: path for op, path, reason in paths(capability) if reason}
     assert found["w4ax_gemm"] == gemm and found["quantize_act"] == arch
     assert set(found) == {"quantize_act", "w4ax_gemm", "kv4_append", "kv4_decode", "kv4_prefill"}
+    integer = {op: path for op, path, reason in paths(capability, integer=True) if reason}
+    assert integer == found and ("one a token" in paths(capability, integer=True)[0][2])
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])

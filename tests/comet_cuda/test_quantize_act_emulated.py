@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_few, quantize_many, quantize_token
+from comet_cuda import quantize_act_cuda, quantize_few, quantize_many, quantize_token_plan
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import read_sources
-from comet_cuda.quantize_act import quantize_act_ref
+from comet_cuda.quantize_act import TOKEN, quantize_act_ref
 from comet_cuda.quantize_fused import rms_norm_quantize_ref, silu_mul_quantize_ref
 from comet_cuda.weight_layout import untile_activations_sm90
 
@@ -61,7 +61,7 @@ PTX = (  # statement of the kernel -> what it means
 )
 KERNELS = {
     "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE,
-    "quantize_many": quantize_many.SOURCE, "quantize_token": quantize_token.SOURCE,
+    "quantize_many": quantize_many.SOURCE, "quantize_token": quantize_token_plan.SOURCE,
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def aligned(tensor: Tensor) -> Tensor:
 def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, **how) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """codes and meta (and the summed residual) as the kernel leaves them; common: perm, bits, clip, hadamard, unit.
 
-    tokens: a cta's of quantize_act.cu; 0 takes quantize_few.cu, -1 quantize_many.cu.
+    tokens: a cta's of quantize_act.cu; 0 takes quantize_few.cu, -1 quantize_many.cu, share TOKEN quantize_token.cu.
     """
     perm, bits, clip, hadamard, unit = common
     fuse, threads, stage = how.get("fuse", "none"), how.get("threads", 256), how.get("stage", True)
@@ -126,7 +126,11 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     splits, entry = how.get("splits", 1), "quantize_act"
     covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
     shape, gathered = (rows, channels, x.dtype), perm is not None
-    if tokens > 0:
+    if share == TOKEN:
+        token = quantize_token_plan.plan_plain(*shape[:2], fuse, gathered, vector, how.get("sms", 1), 227 * 1024)
+        defines = token.defines(x.dtype, hadamard, fuse, quantize_act_cuda.LAYOUTS[layout])
+        threads, tokens, entry = 32 * token.warps, 1, "quantize_token"
+    elif tokens > 0:
         defines = quantize_act_cuda.kernel_defines(
             x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
         )

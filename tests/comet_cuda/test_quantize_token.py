@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_many, quantize_token
+from comet_cuda import quantize_act_cuda, quantize_many, quantize_token, quantize_token_plan
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.jit import Configuration
-from comet_cuda.quantize_token import plan_token
+from comet_cuda.quantize_token_plan import plan_plain, plan_token
 from comet_cuda.quantize_token_ref import (
     MOST_CHANNELS,
     TokenOperand,
@@ -136,17 +135,25 @@ def test_plans_reach_every_block(fuse: str, vector: bool) -> None:
             assert plan.cluster == 1 or plan.cluster * rows <= 132
             assert 32 * plan.warps <= plan.defines(torch.bfloat16, True, fuse)["THREADS"]
             assert plan.shared_bytes <= 226 * 1024
-            assert plan.defines(torch.bfloat16, True, fuse) in [
-                dict(one.defines) for one in quantize_token.configurations("sm_90")
-            ]
+            assert plan.defines(torch.bfloat16, True, fuse) in BUILT["sm_90"]
+            shape = (rows, channels, fuse, channels % 3 == 0, vector, 108)
+            if fuse == "rms_norm" and channels > 24576:  # beyond sm_86, sm_89 and sm_120
+                with pytest.raises(CometError, match="does not fit"):
+                    plan_plain(*shape, 99 * 1024)
+                continue
+            plan = plan_plain(*shape, 99 * 1024)
+            assert plan.cluster == 1 and (plan.rounds == 0 or plan.rounds * plan.warps >= blocks)
+            for layout in ("sm_80", "portable"):
+                out = quantize_act_cuda.LAYOUTS[layout]
+                assert plan.defines(torch.bfloat16, True, fuse, out) in BUILT[layout]
+                if fuse == "none":
+                    assert plan.defines(torch.float16, False, fuse) | {"OUT": 0} in BUILT[layout]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
-def test_the_kernel_compiles_where_there_are_no_clusters(arch: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC (pip install '.[cuda]')")
-    defines = plan_token(8, 4096, "rms_norm", True, True, 108, 1).defines(torch.bfloat16, True, "rms_norm")
-    found = Configuration(quantize_token.SOURCE, defines, quantize_token.OPTIONS).compile(arch).resources
-    assert found["quantize_token"].spill_bytes == 0
+BUILT = {
+    family: [dict(one.defines) for one in quantize_token_plan.configurations(family)]
+    for family in ("sm_80", "sm_90", "portable")
+}
 
 
 def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1, **norm) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811

@@ -165,4 +165,34 @@ __device__ __forceinline__ void codes_of(const float (&v)[4], float factor, floa
   }
 }
 
+// Such codes as bytes.
+__device__ __forceinline__ uint32_t bytes_of_codes(const uint32_t (&codes)[4]) {
+  return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+}
+
+// Their sum over the warp's block.
+__device__ __forceinline__ float sum_of_codes(const uint32_t (&codes)[4]) {
+  const uint32_t own = codes[0] + codes[1] + codes[2] + codes[3] - 4 * __float_as_uint(kRound);
+  return float(int(__reduce_add_sync(kWarp, own)));
+}
+
+#if OUT != 1
+// The warp's block of a token, in every layout but that of sm_90: bytes of codes, scale and sum of codes -> memory.
+__device__ __forceinline__ void store_plain(const Params& p, int token, int block, int lane, bool is_int4, uint32_t bytes,
+                                            float scale, float sum) {
+  char* const all = static_cast<char*>(p.codes);
+#if OUT == 0
+  reinterpret_cast<uint32_t*>(all + (size_t(token) * p.NB + block) * kBlock)[lane] = bytes;
+  if (lane == 0) p.scale[size_t(token) * p.NB + block] = scale;
+#else
+  char* const at = all + size_t(block) * p.M * kBlock;
+  if (OUT == 2 && is_int4)
+    reinterpret_cast<uint16_t*>(at)[token * 32 + lane] = pack_nibbles(bytes);
+  else
+    reinterpret_cast<uint32_t*>(at)[token * 32 + lane] = bytes;
+  if (lane < 2) p.scale[(size_t(block) * p.M + token) * 2 + lane] = lane == 0 ? scale : sum;
+#endif
+}
+#endif
+
 } // namespace comet
