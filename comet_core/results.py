@@ -217,8 +217,8 @@ SIXTEEN_BIT = "16-bit weights"  # protocol["base"] of a model that was not made 
 
 
 def shared_scales(share: int, before: str) -> str:
-    """How activation scales belong together, for a table: nothing where each block has its own."""
-    words = {0: "integer scales", 1: ""}.get(share, f"scales shared by {share}")
+    """How activation scales belong together, for a table: nothing for the default, integer multiples of one number."""
+    words = {0: "", 1: "free scales"}.get(share, f"scales shared by {share}")
     return before + words if words else ""
 
 

@@ -34,7 +34,7 @@ def serving_records(records: Sequence[Record]) -> list[Record]:
 def scheme_of(record: Record) -> str:
     """The scheme, and whether its activation scales are shared."""
     share = record.get("activation_share")
-    return str(record["scheme"]) + shared_scales(1 if share is None else share, " with ")
+    return str(record["scheme"]) + ("" if share is None else shared_scales(share, " with "))
 
 
 def serving_table(records: Sequence[Record]) -> str:

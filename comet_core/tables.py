@@ -19,9 +19,15 @@ from comet_core.whole_files import write_text
 from comet_core.zero_shot_table import zero_shot_table
 from comet_cuda.errors import CometError
 
+
+def is_variant(record: Record) -> bool:
+    """Whether a record is of a recipe that was only tried: `base+change`, as comet_core/screen.py calls it."""
+    return "+" in record.get("recipe", "")
+
+
 # marker name -> what stands between the markers
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "eval": eval_table,
+    "eval": lambda records: eval_table([r for r in records if not is_variant(r)]),
     "zero-shot": zero_shot_table,
     "gemm": gemm_table,
     "attention": attention_table,

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from comet_core import recipe as r
 from comet_cuda.errors import CometError
 
-SHIPPED = ["fmpq-paper", "fp16", "w4a16", "w4a16-tuned", "w4a4-naive", "w4a4kv4", "w4a4kv4-free", "w4a4kv4-tuned", "w4a8kv4", "w8a8"]
+SHIPPED = [
+    "fmpq-paper",
+    "fp16",
+    "w4a16",
+    "w4a16-tuned",
+    "w4a4-naive",
+    "w4a4kv4",
+    "w4a4kv4-free",
+    "w4a4kv4-tuned",
+    "w4a8kv4",
+    "w8a8",
+]
 
 
 def test_the_shipped_recipes_load_and_carry_their_file_name():
