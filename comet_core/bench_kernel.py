@@ -187,6 +187,18 @@ def _runs(case: Case, x: Tensor, what: str, ablation: str | None) -> list[Callab
     ]
 
 
+def check_asked(recipe: str, peers: Sequence[str], ablations: Sequence[str]) -> Recipe:
+    """The recipe to measure. Raises CometError for an unknown name, or weights that are not 4 bit."""
+    for name in {*peers} - {*PEERS} | {*ablations} - {*ABLATIONS}:
+        raise CometError(f"{name} is not known", f"kernels: {', '.join(PEERS)}; ablations: {', '.join(ABLATIONS)}")
+    chosen = load_recipe(recipe)
+    if chosen.weights.bits != 4 or chosen.activations.bits == 16:
+        raise CometError(
+            f"recipe {chosen.name} has no W4Ax GEMM", "choose one with 4-bit weights and 4- or 8-bit activations"
+        )
+    return chosen
+
+
 def bench_kernel(
     shapes: Sequence[Shape],
     batches: Sequence[int],
@@ -209,15 +221,9 @@ def bench_kernel(
     Errors:
         CometError for an unknown name, weights that are not 4 bit, or an output that differs from the reference.
     """
-    for name in {*peers} - {*PEERS} | {*ablations} - {*ABLATIONS}:
-        raise CometError(f"{name} is not known", f"kernels: {', '.join(PEERS)}; ablations: {', '.join(ABLATIONS)}")
-    chosen = load_recipe(recipe)
+    chosen = check_asked(recipe, peers, ablations)
     if int4_share is not None:
         chosen = replace(chosen, blocks=replace(chosen.blocks, int4_mac_fraction=int4_share))
-    if chosen.weights.bits != 4 or chosen.activations.bits == 16:
-        raise CometError(
-            f"recipe {chosen.name} has no W4Ax GEMM", "choose one with 4-bit weights and 4- or 8-bit activations"
-        )
     missing = {name: reason for name in peers if (reason := PEERS[name].missing())}
     for name, reason in missing.items():
         progress.log(f"{name} is left out: {reason}")

@@ -79,14 +79,18 @@ def build_empty(config: Any, attention: str, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
-def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder layers: the outermost ModuleList whose members hold linears. Returns (its name, the list)."""
+def find_layers(model: nn.Module, kinds: tuple[type, ...] = (nn.Linear,)) -> tuple[str, nn.ModuleList]:
+    """The decoder layers: the outermost ModuleList whose members hold linears. Returns (its name, the list).
+
+    Args:
+        kinds: classes of linears, where a model has others.
+    """
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and any(isinstance(part, nn.Linear) for part in module[0].modules())
+        and any(isinstance(part, kinds) for part in module[0].modules())
     ]
     if not lists:
         raise CometError(

@@ -7,7 +7,7 @@ number although no cache is filled.
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from comet_core.calibrate import resolve_compute
 from comet_core.corpus import Corpus, load_corpus, perplexity_windows, unread
 from comet_core.decoder import load_sixteen
 from comet_core.kv_cache import int4_key_fraction
-from comet_core.model_source import resolve_model
-from comet_core.packed import PackedModel, is_packed, load_packed
+from comet_core.model_source import ModelSource, cut_layers, resolve_model
+from comet_core.packed import is_packed, load_packed, packed_config, read_manifest
+from comet_core.preflight import require_room, weights_bytes
 from comet_core.progress import Progress
 from comet_core.provenance import provenance
 from comet_core.recipe import KVCacheSpec
@@ -35,8 +36,10 @@ TOKENS_A_STEP = {"cpu": 2048, "cuda": 16384}  # that go through a model at once;
 class Subject:
     """A model under test. `base` is the 16-bit model it was packed from, where that can be found."""
 
-    model: nn.Module
+    spec: str
+    source: ModelSource | None  # None: a packed folder
     tokenizer: Any
+    layers: int
     name: str
     recipe: str
     recipe_digest: str | None
@@ -46,6 +49,17 @@ class Subject:
     base: str | None
     calibration: str = "none"
     data: dict[str, Any] | None = None  # the same, as the manifest has it
+    model: nn.Module = field(default_factory=nn.Module)  # empty until it is loaded
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that a perplexity is made of, found and checked before any weights are read."""
+
+    subject: Subject
+    beside: ModelSource | None  # the 16-bit model to compare with
+    corpus: Corpus
+    tokens: Tensor  # int64 [windows, length]
 
 
 @dataclass
@@ -59,18 +73,19 @@ class Scores:
     agree: int = 0
 
 
-def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
-    """A packed folder, or anything that names a 16-bit model.
+def find_subject(spec: str) -> Subject:
+    """A packed folder, or anything that names a 16-bit model, known but not loaded.
 
     Errors:
-        CometError if neither is found, or the model has no tokenizer (random weights have no perplexity).
+        CometError if neither is found or its files cannot be used.
     """
     if is_packed(Path(spec)) or (Path(spec) / "packing.json").is_file():
-        packed: PackedModel = load_packed(Path(spec), device=device, dtype=dtype)
-        manifest = packed.manifest
+        manifest = read_manifest(Path(spec))
         return Subject(
-            model=packed.model,
+            spec=spec,
+            source=None,
             tokenizer=_tokenizer(Path(spec)),
+            layers=packed_config(Path(spec)).get_text_config().num_hidden_layers,
             name=manifest.model["name"],
             recipe=manifest.recipe.name,
             recipe_digest=manifest.recipe_digest,
@@ -82,10 +97,41 @@ def load_subject(spec: str, device: str, dtype: torch.dtype) -> Subject:
             data=manifest.data,
         )
     source = resolve_model(spec)
-    model = load_sixteen(source, device, dtype)
-    return Subject(
-        model, source.tokenizer(), source.name, "fp16", None, source.note, KVCacheSpec(bits=16), 0.0, base=None
-    )
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise CometError(f"{source.name}: random weights have no tokenizer and no perplexity", "give a real model")
+    return sixteen_subject(source, tokenizer, spec)
+
+
+def sixteen_subject(source: ModelSource, tokenizer: Any, spec: str = "") -> Subject:
+    """A 16-bit model as a subject."""
+    layers = source.config.get_text_config().num_hidden_layers
+    kv = KVCacheSpec(bits=16)
+    return Subject(spec, source, tokenizer, layers, source.name, "fp16", None, source.note, kv, 0.0, base=None)
+
+
+def loaded(subject: Subject, device: str, dtype: torch.dtype, layers: int | None = None) -> Subject:
+    """The subject with its model in memory, or with the first `layers` decoder layers of it."""
+    if subject.source is None:
+        model = load_packed(Path(subject.spec), device=device, dtype=dtype, layers=layers).model
+    else:
+        source = subject.source if layers is None else cut_layers(subject.source, layers)
+        model = load_sixteen(source, device, dtype)
+    return replace(subject, model=model)
+
+
+def load_subject(spec: str, device: str, dtype: torch.dtype, layers: int | None = None) -> Subject:
+    """`find_subject` with its model, or the first `layers` of it, in memory, if that can hold the whole."""
+    subject = find_subject(spec)
+    require_room(subject_bytes(subject, dtype), subject.name, device)
+    return loaded(subject, device, dtype, layers)
+
+
+def subject_bytes(subject: Subject, dtype: torch.dtype) -> int:
+    """Bytes of the model in memory, at least."""
+    if subject.source is None:
+        return sum(file.stat().st_size for file in Path(subject.spec).glob("*.safetensors"))
+    return weights_bytes(subject.source, dtype)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -145,17 +191,19 @@ def evaluate_perplexity(
         CometError for models, data or windows that cannot be used.
     """
     device, compute = resolve_compute(device, dtype)
-    subject = load_subject(str(model_spec), device, compute)
-    if subject.tokenizer is None:
-        raise CometError(f"{subject.name}: random weights have no tokenizer and no perplexity", "give a real model")
-    corpus = _unseen(load_corpus(data, role="perplexity"), subject, progress)
-    tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
-    base = None
-    if compare and subject.base is not None:
-        base = _load_base(subject, device, compute, progress)
+    plan = plan_perplexity(
+        str(model_spec), data=data, windows=windows, seq_len=seq_len, compare=compare, progress=progress
+    )
+    corpus, tokens = plan.corpus, plan.tokens
+    wanted = subject_bytes(plan.subject, compute)
+    if plan.beside is not None:
+        wanted += weights_bytes(plan.beside, compute)
+    require_room(wanted, plan.subject.name + (" beside its 16-bit original" if plan.beside else ""), device)
+    subject = loaded(plan.subject, device, compute)
+    base = None if plan.beside is None else load_sixteen(plan.beside, device, compute)
     scores = Scores()
     with progress.task("evaluate", len(tokens)) as task:
-        for batch in tokens.split(max(1, TOKENS_A_STEP.get(device, TOKENS_A_STEP["cpu"]) // seq_len)):
+        for batch in tokens.split(windows_a_step(device, seq_len)):
             score_windows(subject.model, base, batch.to(device), scores)
             task.advance(len(batch))
     protocol = _protocol(corpus, subject, tokens, windows, compute)
@@ -176,10 +224,10 @@ def evaluate_perplexity(
     perplexity = _perplexity(scores.nll, scores.tokens)
     _warn_if_implausible(perplexity, tokens, subject, progress)
     records = [own | {"metric": "perplexity", "value": perplexity}]
-    if base is not None:
+    if plan.beside is not None:
         records.append(own | {"metric": "kl", "value": scores.kl / scores.tokens})
         records.append(own | {"metric": "top1", "value": scores.agree / scores.tokens})
-        sixteen = Subject(base, None, subject.name, "fp16", None, subject.note, KVCacheSpec(bits=16), 0.0, None)
+        sixteen = replace(sixteen_subject(plan.beside, None), note=subject.note)
         records.append(
             shared
             | {
@@ -193,6 +241,25 @@ def evaluate_perplexity(
             }
         )
     return records
+
+
+def plan_perplexity(
+    spec: str, *, data: str, windows: int | None, seq_len: int, compare: bool, progress: Progress
+) -> Planned:
+    """Find the model, the text, its windows and the model to compare with. Reads no weights.
+
+    Errors:
+        CometError for models, data or windows that cannot be used.
+    """
+    subject = find_subject(spec)
+    corpus = _unseen(load_corpus(data, role="perplexity"), subject, progress)
+    tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
+    return Planned(subject, _find_base(subject, progress) if compare else None, corpus, tokens)
+
+
+def windows_a_step(device: str, seq_len: int) -> int:
+    """How many windows go through a model at once."""
+    return max(1, TOKENS_A_STEP.get(device, TOKENS_A_STEP["cpu"]) // seq_len)
 
 
 def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:
@@ -211,13 +278,15 @@ def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:
     return rest
 
 
-def _load_base(subject: Subject, device: str, dtype: torch.dtype, progress: Progress) -> nn.Module | None:
+def _find_base(subject: Subject, progress: Progress) -> ModelSource | None:
+    if subject.base is None:
+        return None
     try:
-        source = resolve_model(str(subject.base))
-        whole, own = (c.get_text_config().num_hidden_layers for c in (source.config, subject.model.config))  # type: ignore[union-attr, operator]
-        if whole != own:
-            raise CometError(f"it has {whole} layers, this one was cut to {own}")
-        return load_sixteen(source, device, dtype)
+        source = resolve_model(subject.base)
+        whole = source.config.get_text_config().num_hidden_layers
+        if whole != subject.layers:
+            raise CometError(f"it has {whole} layers, this one was cut to {subject.layers}")
+        return source
     except CometError as error:
         progress.log(
             f"the 16-bit model {subject.base} cannot stand beside this one, so nothing is compared ({error.message})"
@@ -300,8 +369,6 @@ def continue_prompt(model_spec: str | Path, prompt: str, tokens: int, device: st
 
     device, compute = resolve_compute(device, dtype)
     subject = load_subject(str(model_spec), device, compute)
-    if subject.tokenizer is None:
-        raise CometError(f"{subject.name}: random weights have no tokenizer", "give a real model")
     inputs = subject.tokenizer(prompt, return_tensors="pt").to(device)
     output = subject.model.generate(  # type: ignore[operator]
         input_ids=inputs["input_ids"],

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 M_MMAP_THRESHOLD = -3  # mallopt's name for it in glibc's malloc.h
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroups 2 and 1
 OWN_MAPPING = 4 << 20  # bytes; smaller blocks are reused from the heap
 
 
@@ -26,6 +27,24 @@ def trim() -> None:
     """Give back what lies free in the heap now: small blocks, after a layer."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def total_memory() -> int:
+    """Bytes of RAM that this process may have: the machine's, or fewer where a container limits them."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or the word "max"
+            found = min(found, int(Path(limit).read_text()))
+    return found
+
+
+def free_memory() -> int:
+    """Bytes of RAM that are free, caches of files included (Linux drops those); at most `total_memory`."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+        return min(1024 * int(available.split()[1]), total_memory())
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), total_memory())
 
 
 def peak_memory() -> int:

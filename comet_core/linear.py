@@ -74,7 +74,7 @@ class W4AxLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if self.act_bits == 16:
             y = self._weight_only(rows)
-        elif rows.is_cuda and self.qweight.dtype == torch.uint8:
+        elif rows.is_cuda and has_kernel(self):
             y = self.prepared()(rows, self.bias)
         else:
             qx, sx = self._quantize(rows)
@@ -106,6 +106,11 @@ class W4AxLinear(nn.Module):
         """Shape and precision, for print(model)."""
         int8 = int((self.block_bits == 8).sum())
         return f"in={self.in_features}, out={self.out_features}, blocks={len(self.block_bits)}, int8_blocks={int8}"
+
+
+def has_kernel(linear: W4AxLinear) -> bool:
+    """Whether a GPU runs this linear by COMET's kernels: 4-bit weights, 4- or 8-bit activations."""
+    return linear.act_bits < 16 and linear.qweight.dtype == torch.uint8
 
 
 def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None, *, folded: bool) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def resolve_model(spec: str, *, weights: str = "real", layers: int | None = None
         note = f"random weights, seed {seed}"
         source = dataclasses.replace(source, folder=None, random_seed=seed, origin="random", note=note)
     if layers is not None:
-        source = dataclasses.replace(source, config=_cut(source.config, layers))
+        source = cut_layers(source, layers)
     reader = source.weights()  # checks every file
     if isinstance(reader, SafetensorsReader) and reader.contradicts_tying():
         untied = source.config.from_dict({**source.config.to_dict(), "tie_word_embeddings": False})
@@ -279,7 +279,12 @@ def _refuse_quantized(folder: Path, quantization: Any) -> None:
     )
 
 
-def _cut(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
+def cut_layers(source: ModelSource, layers: int) -> ModelSource:
+    """The same model with its first decoder layers only."""
+    return dataclasses.replace(source, config=cut_config(source.config, layers))
+
+
+def cut_config(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
     """The same config with its first layers only; lists with one entry a layer (layer_types) are cut too."""
     total = config.num_hidden_layers
     if not 1 <= layers <= total:

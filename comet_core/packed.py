@@ -15,7 +15,7 @@ Nothing that a folder says is believed unchecked: manifest, config, shards and m
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from comet_core.calibration import BROKEN
-from comet_core.decoder import all_finite, build_empty, is_tied, put_tensor, stored_buffers
+from comet_core.decoder import all_finite, build_empty, find_layers, is_tied, put_tensor, stored_buffers
 from comet_core.kv_cache import attention_name
 from comet_core.linear import STORED, Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
+from comet_core.model_source import cut_config
 from comet_core.plan import SHARES
 from comet_core.recipe import Recipe, recipe_from_dict
-from comet_core.shards import DAMAGED, read_shard, shard_files, tensor_sha256
+from comet_core.shards import DAMAGED, read_shard, shard_files, shard_names, tensor_sha256
 from comet_core.weight_reader import MOST_LAYERS
 from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
@@ -263,24 +264,33 @@ class PackedModel:
 
 
 def load_packed(
-    folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, verify: bool = False
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = False,
+    layers: int | None = None,
 ) -> PackedModel:
     """Load a packed checkpoint as a transformers model with W4AxLinear layers and the KV cache of its recipe.
 
     Args:
         folder: what `comet pack` wrote. device, dtype: of the 16-bit parts and of the computation.
-        verify: recompute every tensor's sha256.
+        verify: recompute every tensor's sha256. layers: the first so many decoder layers only, without reading others.
 
     Errors:
         CometError naming the file or tensor that is missing, damaged, tampered with or of a later format.
     """
     manifest = read_manifest(folder)
-    model = _empty_model(folder, manifest, dtype)
+    model = _empty_model(folder, manifest, dtype, layers)
+    if layers is not None:
+        manifest = _first_layers(manifest, f"{find_layers(model)[0]}.", layers)
     for name in manifest.linears:
         linear_of(model, name, name)
     buffers = set(stored_buffers(model))
     seen: set[str] = set()
     for shard in shard_files(folder):
+        if layers is not None and not manifest.sha256.keys() & shard_names(shard):
+            continue
         tensors, _ = read_shard(shard)
         for name, tensor in tensors.items():
             if name not in manifest.sha256:
@@ -307,8 +317,18 @@ def load_packed(
     return PackedModel(folder, manifest, model.to(device).eval())
 
 
-def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype) -> nn.Module:
-    """The model of the folder's config.json, without weights."""
+def _first_layers(manifest: Manifest, prefix: str, layers: int) -> Manifest:
+    """What the manifest says of the first decoder layers, and of what lies outside the layers."""
+
+    def kept(name: str) -> bool:
+        return not name.startswith(prefix) or int(name.removeprefix(prefix).partition(".")[0]) < layers
+
+    linears = {name: entry for name, entry in manifest.linears.items() if kept(name)}
+    return replace(manifest, linears=linears, sha256={n: digest for n, digest in manifest.sha256.items() if kept(n)})
+
+
+def packed_config(folder: Path) -> Any:
+    """config.json of a packed folder. Raises CometError if it is not one of COMET's."""
     from transformers import AutoConfig
 
     try:
@@ -317,13 +337,25 @@ def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype) -> nn.Mod
             raise ValueError(f"quant_method is {config.quantization_config['quant_method']!r}")
         if not 0 <= (layers := config.get_text_config().num_hidden_layers) <= MOST_LAYERS:
             raise ValueError(f"num_hidden_layers is {layers}")
-        del config.quantization_config
-        return build_empty(config, attention_name(manifest.recipe.kv_cache, config), dtype)
+        return config
     except Exception as error:  # unknown model types and values out of range raise many kinds
-        first = (str(error).splitlines() or [""])[0]
-        raise CometError(
-            f"{folder / 'config.json'}: cannot be understood ({type(error).__name__}: {first})", DAMAGED
-        ) from error
+        raise _not_understood(folder, error) from error
+
+
+def _empty_model(folder: Path, manifest: Manifest, dtype: torch.dtype, layers: int | None) -> nn.Module:
+    """The model of the folder's config.json, without weights."""
+    config = packed_config(folder)
+    try:
+        del config.quantization_config
+        config = config if layers is None else cut_config(config, layers)
+        return build_empty(config, attention_name(manifest.recipe.kv_cache, config), dtype)
+    except Exception as error:
+        raise _not_understood(folder, error) from error
+
+
+def _not_understood(folder: Path, error: Exception) -> CometError:
+    first = (str(error).splitlines() or [""])[0]
+    return CometError(f"{folder / 'config.json'}: cannot be understood ({type(error).__name__}: {first})", DAMAGED)
 
 
 def module_name(model: nn.Module, wanted: nn.Module) -> str:

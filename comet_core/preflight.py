@@ -1,8 +1,8 @@
 """What a run will take - time, memory, disk - before it starts, from the model's own first layers.
 
 `rehearse` runs the command's real code three times on one or two layers and a few windows, in a temporary folder, and
-extends time, memory and what lies on the disk linearly in layers and windows. `require_disk`, on bytes that follow from
-the shapes alone, is the cheap part of it that every packing does first.
+extends time, memory and what lies on the disk linearly in layers and windows. `require_disk` and `require_room`, on
+bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
 """
 
 import gc
@@ -22,7 +22,7 @@ from comet_core.calibration import heat_map
 from comet_core.decoder import find_layers, layer_linears
 from comet_core.experts import separate_experts
 from comet_core.hidden import DEFAULT_LIMIT
-from comet_core.host_memory import forget_peak, peak_memory, trim
+from comet_core.host_memory import forget_peak, peak_memory, total_memory, trim
 from comet_core.model_source import ModelSource
 from comet_core.progress import SilentProgress, Task
 from comet_core.quantize_group import needs_sixteen
@@ -106,6 +106,25 @@ def default_recipe(source: ModelSource, device: str) -> tuple[str, str]:
     if wanted > 0.9 * there:
         return "w4a4kv4", f"tuning may take {wanted / GIB:.0f} GiB of GPU memory, and {name} has {there / GIB:.0f}"
     return "w4a4kv4-tuned", "this GPU can tune all of the model; --recipe w4a4kv4 leaves that out"
+
+
+def weights_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+    """Bytes of the whole 16-bit model in memory, from shapes alone."""
+    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in parameter_table(source.config).shapes.values())
+
+
+def require_room(wanted: int, what: str, device: str) -> None:
+    """Raise CometError if `wanted` bytes are more than this machine's RAM, or the memory of the GPU `device`, can hold
+    at all."""
+    on_gpu = device.startswith("cuda")
+    held = torch.cuda.mem_get_info(device)[1] if on_gpu else total_memory()
+    if wanted > held:
+        place = f"the GPU {device}" if on_gpu else "this machine"
+        raise CometError(
+            f"{what} needs at least {wanted / GIB:.1f} GiB of memory, {place} has {held / GIB:.1f} GiB",
+            "take a smaller model, a narrower --dtype, or leave out the 16-bit model beside it (--no-compare)"
+            + (", or run on the CPU (--device cpu)" if on_gpu else ""),
+        )
 
 
 def _linear_names(source: ModelSource) -> set[str]:

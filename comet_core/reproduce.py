@@ -16,6 +16,7 @@ from comet_core.evaluate import evaluate_perplexity
 from comet_core.model_source import alias_names, alias_shapes, resolve_model
 from comet_core.pack import pack
 from comet_core.paper_table import PaperTable, Row
+from comet_core.preflight import packing_disk, require_disk
 from comet_core.progress import Progress
 from comet_core.recipe import Recipe, digest, load_recipe, with_calibration
 from comet_core.results import append
@@ -147,6 +148,14 @@ def require_data(table: PaperTable) -> None:
             f"{table.name} is about {table.data}, which is not here ({found} would stand in)",
             "Set COMET_DATA to a folder that holds it, or connect to the hub.",
         )
+
+
+def require_cells(found: Iterable[Cell], table: PaperTable, out: Path) -> None:
+    """Raise CometError, before anything is packed, if the table's data or the disk for its largest model is missing."""
+    require_data(table)
+    for cell in found:
+        if cell.row.recipe != "fp16":
+            require_disk(out, packing_disk(resolve_model(cell.model), cell.recipe), f"{cell.model}, {cell.recipe.name}")
 
 
 def _short(model: str) -> str:

@@ -4,6 +4,7 @@ The decision: what fits is computed before anything is allocated, so an impossib
 needs and what would fit. Runs verify the plan and step down where the allocator disagrees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,33 @@ def require_fit(
     hints = [f"Batch 1 with {shorter:,} tokens fits."] if shorter else []
     hints += [f"At batch 1 these schemes fit: {', '.join(others)}."] if others else []
     raise CometError(needs, " ".join(hints) or "Take a smaller model, or a GPU with more memory.")
+
+
+def plan_serving(
+    shape: LlamaShape,
+    schemes: Sequence[Scheme],
+    batches: Sequence[int | str],
+    loads: Sequence[tuple[int, int]],
+    available: int | None,
+) -> list[dict[str, Any]]:
+    """What each scheme, load and batch takes, from shapes alone: a row each with bytes and whether they fit.
+
+    Args:
+        batches: sizes, or "max". loads: (prompt, output) tokens. available: bytes free on the GPU; None without one,
+            then nobody knows what fits, nor how many sequences "max" is.
+    """
+    rows = []
+    for scheme in schemes:
+        for prompt, output in loads:
+            for asked in batches:
+                context, batch = prompt + output, asked
+                if asked == "max" and available is not None:
+                    batch = largest_batch(shape, scheme, context, available)
+                size = None if batch == "max" else memory_plan(shape, scheme, max(1, int(batch)), context).total
+                fits = None if available is None or size is None else size <= available
+                row = {"scheme": scheme.name, "batch": batch, "tokens": f"{prompt}/{output}", "bytes": size}
+                rows.append(row | {"fits": fits})
+    return rows
 
 
 def _halves(context: int) -> list[int]:

@@ -105,6 +105,17 @@ def read_shard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CometError(f"{path}: cannot be read ({error})", DAMAGED) from error
 
 
+def shard_names(path: Path) -> list[str]:
+    """Names of a shard's tensors, from its header alone. Errors as in `read_shard`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.keys())
+    except (*BROKEN, SafetensorError) as error:
+        raise CometError(f"{path}: cannot be read ({error})", DAMAGED) from error
+
+
 def shard_files(folder: Path) -> list[Path]:
     """The shards that the index names, each a file inside the folder (or of the hub cache that the folder is in).
 

@@ -8,13 +8,13 @@ the float rounding of larger matrix products.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,22 +31,30 @@ REQUESTS_A_STEP = 512  # scored between two writes to disk
 TOKENS_A_BATCH = {"cpu": 2048, "cuda": 16384}  # padding included; halved where a GPU has no room
 LOGIT_BYTES = 2 << 30  # of one batch's float32 logits, of which two copies live at once
 METRICS = ("acc", "acc_norm")
+Key = TypeVar("Key")
 
 
 class Scorer:
     """A contestant's model in lm-eval's hands; loaded when the first request needs it."""
 
-    def __init__(self, who: Contestant) -> None:
-        self.who = who
+    def __init__(self, who: Contestant, layers: int | None = None) -> None:
+        """`layers`: the first so many of the model only, to measure them."""
+        self.who, self.layers = who, layers
         self.tokens_a_batch = TOKENS_A_BATCH.get(who.device.partition(":")[0], TOKENS_A_BATCH["cpu"])
 
     @cached_property
     def lm(self) -> Any:
         """HFLM over the loaded model."""
-        subject = load_subject(self.who.spec, self.who.device, self.who.dtype)
-        if subject.tokenizer is None:
-            raise CometError(f"{subject.name}: has no tokenizer", "give a real model")
-        return harness(subject, self.who.open_page)
+        subject = load_subject(self.who.spec, self.who.device, self.who.dtype, self.layers)
+        lm = harness(subject, self.who.open_page)
+        vocabulary = lm.model.config.get_text_config().vocab_size
+        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * vocabulary))
+        return lm
+
+    def lengths(self, requests: Mapping[Key, Any]) -> dict[Key, int]:
+        """Tokens of each request."""
+        texts = ["".join(request.args) for request in requests.values()]
+        return dict(zip(requests, map(len, self.lm.tokenizer(texts)["input_ids"]), strict=True))
 
     def score(self, requests: Sequence[Any], store: Store, progress: Progress, label: str) -> None:
         """Score what the store lacks, longest first, a step at a time.
@@ -54,23 +62,19 @@ class Scorer:
         Args:
             requests: lm-eval Instances of the kind loglikelihood.
         """
-        missing = {key: r for r in requests if (key := request_key(r.args)) not in store.found}
+        missing = missing_in(store, requests)
         if not missing:
             return
-        lm = self.lm
-        vocabulary = lm.model.config.get_text_config().vocab_size
-        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * vocabulary))
-        texts = ["".join(request.args) for request in missing.values()]
-        lengths = dict(zip(missing, map(len, lm.tokenizer(texts)["input_ids"]), strict=True))
+        lengths = self.lengths(missing)
         order = sorted(missing, key=lambda key: (-lengths[key], missing[key].args))
         with progress.task(label, len(order)) as task:
             for start in range(0, len(order), REQUESTS_A_STEP):
                 keys = order[start : start + REQUESTS_A_STEP]
-                results = self._run([missing[key] for key in keys], lengths[keys[0]] + 1)
+                results = self.run([missing[key] for key in keys], lengths[keys[0]] + 1)
                 store.add(dict(zip(keys, results, strict=True)))
                 task.advance(len(keys))
 
-    def _run(self, requests: list[Any], longest: int) -> list[tuple[float, bool]]:
+    def run(self, requests: list[Any], longest: int) -> list[tuple[float, bool]]:
         """One step, with half the batch where the GPU's memory does not hold it."""
         while True:
             batch = max(1, self.tokens_a_batch // longest)
@@ -83,6 +87,11 @@ class Scorer:
                     raise
                 self.tokens_a_batch = batch // 2 * longest
                 torch.cuda.empty_cache()
+
+
+def missing_in(store: Store, requests: Sequence[Any]) -> dict[str, Any]:
+    """Requests that a store lacks, by their names in it."""
+    return {key: r for r in requests if (key := request_key(r.args)) not in store.found}
 
 
 def harness(subject: Subject, open_page: str = "16bit") -> Any:
@@ -98,6 +107,13 @@ def harness(subject: Subject, open_page: str = "16bit") -> Any:
     if open_page == "4bit":
         subject.model.set_attn_implementation(open_page_attention_name(subject.kv_cache, subject.model.config))  # type: ignore[operator]
     return Harness(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=1)
+
+
+def requests_of(loaded: LoadedTask, limit: int | None) -> list[Any]:
+    """lm-eval's requests about the first `limit` documents of a task."""
+    with redirect_stderr(StringIO()):  # lm-eval draws a bar of its own
+        loaded.task.build_all_requests(limit=limit, rank=0, world_size=1)
+    return list(loaded.task.instances)
 
 
 def document_metrics(task: Any, requests: Sequence[Any], store: Store) -> dict[str, list[float]]:
@@ -164,7 +180,7 @@ def evaluate_zero_shot(
     device, compute = resolve_compute(device, dtype)
     who = describe(str(model_spec), open_page, device, compute)
     values = _all_documents(who, loaded, limit, progress)
-    base = _base_of(who, progress) if compare else None
+    base = base_of(who, progress) if compare else None
     records = []
     if base is not None:
         base_values = _all_documents(base, loaded, limit, progress)
@@ -175,7 +191,8 @@ def evaluate_zero_shot(
     return records
 
 
-def _base_of(who: Contestant, progress: Progress) -> Contestant | None:
+def base_of(who: Contestant, progress: Progress) -> Contestant | None:
+    """The 16-bit model that a contestant was packed from; None, with the reason said, where there is none."""
     if who.base is None:
         return None
     try:
@@ -192,9 +209,7 @@ def _all_documents(
     scorer = Scorer(who)
     values = {}
     for loaded in tasks:
-        with redirect_stderr(StringIO()):  # lm-eval draws a bar of its own
-            loaded.task.build_all_requests(limit=limit, rank=0, world_size=1)
-        requests = list(loaded.task.instances)
+        requests = requests_of(loaded, limit)
         store = Store(who, loaded)
         scorer.score(requests, store, progress, f"{loaded.name}, {who.recipe}")
         values[loaded.name] = document_metrics(loaded.task, requests, store)

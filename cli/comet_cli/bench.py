@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from comet_cli import console, options, runs
+from comet_cli.dry_run import JustCheck
 from comet_cuda.errors import CometError
 
 NEEDS = (
@@ -38,6 +39,7 @@ def bench(
     gpu: Annotated[str, typer.Option(help="With --roofline: whose rates.")] = "H200",
     record: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.", metavar="FILE")] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.", metavar="DIR")] = None,
+    dry_run: JustCheck = False,
     json: options.Json = False,
 ) -> None:
     """Measure kernels and serving on an NVIDIA GPU.
@@ -50,12 +52,20 @@ def bench(
     if roofline:
         if record is not None:
             raise CometError("--roofline measures nothing that --record could keep", "For its figures: --json.")
+        if dry_run:
+            raise CometError("--roofline computes from shapes alone, so there is nothing to try dry", "Leave out one.")
         from comet_cli.bench_roofline import show
 
         show(model or DEFAULT_MODEL, gpu, plots, json=json)
         return
     sizes = serving_sizes(batch)
     loads = [parse_load(text) for text in load.split(",")]
+    if dry_run:
+        from comet_cli.bench_serving import check
+
+        check(model or default_model(), sizes, scheme, loads, layers, json=json)
+        require_gpu()
+        return
     require_gpu()
     from comet_cli.bench_serving import measure
 

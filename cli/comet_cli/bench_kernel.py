@@ -7,6 +7,8 @@ import typer
 
 from comet_cli import console, options
 from comet_cli.bench import batch_sizes, require_gpu
+from comet_cli.doctor import op_paths
+from comet_cli.dry_run import JustCheck, has_integer_scales, show
 from comet_cuda.errors import CometError
 
 BATCHES = "1,16,64,256,1024,4096"
@@ -32,6 +34,7 @@ def kernel(
     plots: Annotated[
         Path | None, typer.Option(help="Draw speed-up and roofline into this folder.", metavar="DIR")
     ] = None,
+    dry_run: JustCheck = False,
     json: options.Json = False,
 ) -> None:
     """Time the GEMM of linear layers, alone and with the quantization of its input.
@@ -42,21 +45,33 @@ def kernel(
     options.check_record_file(record)
     if (n is None) != (k is None):
         raise CometError("--n and --k belong together", "For example --n 4096 --k 11008.")
-    require_gpu()
-    from comet_core.bench_kernel import Shape, bench_kernel, paper_shapes, summarize
+    if not dry_run:
+        require_gpu()
+    from comet_core.bench_kernel import Shape, bench_kernel, check_asked, paper_shapes, summarize
     from comet_core.bench_peers import BASELINE, PEERS
     from comet_core.results import append
 
     shapes = [Shape(n, k)] if n and k else paper_shapes(None if shape == "all" else shape)
     peers = [name for name in PEERS if name != BASELINE] if peer == "all" else [p for p in peer.split(",") if p]
+    ablations = [name for name in ablation.split(",") if name]
+    if dry_run:
+        chosen = check_asked(recipe, peers, ablations)
+        lacking = {name: PEERS[name].missing() for name in peers}
+        rows = {
+            "linears": f"{len(shapes)} shapes, N x K from {min(s.n * s.k for s in shapes):,} weights",
+            "batches": ", ".join(map(str, batches)),
+            "format": f"of recipe {chosen.name}",
+            "beside it": ", ".join([BASELINE, *(name for name, why in lacking.items() if not why)]),
+            "left out": "; ".join(f"{name}: {why}" for name, why in lacking.items() if why) or "nothing",
+            "timings": str(len(shapes) * len(batches) * (3 + len(ablations) + len(peers))),
+        }
+        paths = op_paths(integer=has_integer_scales(chosen))
+        show("bench kernel", rows, None, {"paths": paths}, {"What would be timed here": paths}, json=json)
+        require_gpu()
+        return
     records = []
     for found in bench_kernel(
-        shapes,
-        batches,
-        recipe=recipe,
-        peers=peers,
-        ablations=[name for name in ablation.split(",") if name],
-        progress=console.progress(),
+        shapes, batches, recipe=recipe, peers=peers, ablations=ablations, progress=console.progress()
     ):
         records.append(found)
         if record is not None:

@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comet_cli import console
+from comet_cli.doctor import op_paths
+from comet_cli.dry_run import show
 from comet_cuda.errors import CometError
+
+if TYPE_CHECKING:
+    from comet_core.serving_scheme import Scheme
 
 
 def measure(
@@ -23,12 +28,9 @@ def measure(
     from comet_core.bench_serving import bench_serving
     from comet_core.results import append
     from comet_core.serving_report import draw_step_parts, draw_throughput
-    from comet_core.serving_scheme import SCHEMES, find_scheme
     from comet_core.step_breakdown import table
 
-    names = list(SCHEMES) if scheme == "all" else [name.strip() for name in scheme.split(",")]
-    for name in names:
-        find_scheme(name)  # an unknown one is an error before minutes of kernels
+    names = [one.name for one in schemes_of(scheme)]  # an unknown one is an error before minutes of kernels
     found = []
 
     def keep(one: dict[str, Any]) -> None:
@@ -59,6 +61,65 @@ def measure(
             console.talk(f"drew {draw_throughput(serving, serving[0]['model'], load, plots / name)}")
         if any("step_parts" in one for one in serving):
             console.talk(f"drew {draw_step_parts(serving, plots / 'step.png')}")
+
+
+def schemes_of(text: str) -> "list[Scheme]":
+    """ "16-bit,W4A4KV4" or "all" -> schemes."""
+    from comet_core.serving_scheme import SCHEMES, find_scheme
+
+    return [find_scheme(name.strip()) for name in text.split(",")] if text != "all" else list(SCHEMES.values())
+
+
+def check(
+    model: str,
+    batches: Sequence[int | str],
+    scheme: str,
+    loads: Sequence[tuple[int, int]],
+    layers: int | None,
+    *,
+    json: bool,
+) -> None:
+    """Print what would be measured, and the GPU memory that it needs beside what is free where a GPU is here.
+
+    Errors:
+        CometError where this GPU could run none of it.
+    """
+    import torch
+
+    from comet_core.llama_shape import shape_of_config
+    from comet_core.model_source import resolve_model
+    from comet_core.packed import is_packed, packed_config
+    from comet_core.serving_scheme import plan_serving
+
+    if is_packed(Path(model)):
+        shape = shape_of_config(model, packed_config(Path(model)))
+    else:
+        source = resolve_model(model, weights="random", layers=layers)
+        shape = shape_of_config(source.name, source.config)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    plans = plan_serving(shape, schemes_of(scheme), batches, loads, free)
+    rows = [
+        {
+            "scheme": one["scheme"],
+            "tokens": one["tokens"],
+            "batch": str(one["batch"]),
+            "GPU memory": console.human_bytes(one["bytes"]) if one["bytes"] else "as much as is free",
+            "here": {None: "no GPU", True: "fits", False: "does not fit"}[one["fits"]],
+        }
+        for one in plans
+    ]
+    facts = {
+        "model": f"{shape.name}, {shape.layers} layers",
+        "GPU": "none" if free is None else f"{torch.cuda.get_device_name()}, {console.human_bytes(free)} are free",
+    }
+    paths = op_paths()
+    tables = {"Memory, from shapes": rows, "What would run it here": paths}
+    show("bench", facts, None, {"plans": plans, "paths": paths}, tables, json=json)
+    if free is not None and not any(one["fits"] for one in plans):
+        raise CometError(
+            f"{shape.name}: nothing of this fits in the {console.human_bytes(free)} that are free on the GPU",
+            "take a smaller --batch or --load, another --scheme, or fewer --layers",
+        )
 
 
 def kernels(model: str, batches: Sequence[int], keep: Any, *, json: bool) -> None:

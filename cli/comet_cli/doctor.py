@@ -86,8 +86,10 @@ def devices() -> dict[str, str]:
     """CPU threads and memory, and each GPU that torch sees."""
     import torch
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = {"cpu": f"{os.cpu_count()} cores, {console.human_bytes(memory)}, {torch.get_num_threads()} torch threads"}
+    from comet_core.host_memory import total_memory
+
+    memory = console.human_bytes(total_memory())
+    found = {"cpu": f"{os.cpu_count()} cores, {memory}, {torch.get_num_threads()} torch threads"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         size = console.human_bytes(about.total_memory)
@@ -107,8 +109,12 @@ def folders() -> dict[str, str]:
     }
 
 
-def op_paths() -> list[dict[str, str]]:
-    """For each GPU and op: which path runs it here, and why. Without a GPU every op runs its reference."""
+def op_paths(integer: bool | None = None) -> list[dict[str, str]]:
+    """For each GPU and op: which path runs it here, and why. Without a GPU every op runs its reference.
+
+    Args:
+        integer: of linears with integer scales (activations.share: token), or with others; None for both.
+    """
     import torch
 
     from comet_cuda import dispatch
@@ -117,9 +123,10 @@ def op_paths() -> list[dict[str, str]]:
     for index in range(torch.cuda.device_count()):
         try:
             capability = torch.cuda.get_device_capability(index)
-            taken = dispatch.paths(capability)
-            integer = [row for row in dispatch.paths(capability, integer=True) if row not in taken]
-            taken += [(f"{op}, integer scales", path, why) for op, path, why in integer]
+            taken = dispatch.paths(capability, integer=bool(integer))
+            if integer is None:
+                others = [row for row in dispatch.paths(capability, integer=True) if row not in taken]
+                taken += [(f"{op}, integer scales", path, why) for op, path, why in others]
         except CometError as error:  # one GPU that is too old does not hide the others
             taken = [("all", "none", error.message)]
         rows += [{"gpu": str(index), "op": op, "path": path, "why": why} for op, path, why in taken]

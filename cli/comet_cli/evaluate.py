@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from comet_cli import console, options, runs
+from comet_cli.dry_run import DryRun, dry_run_eval
 
 Tasks = Annotated[
     str | None,
@@ -48,6 +49,7 @@ def evaluate(
     device: options.Device = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
+    dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
     """Measure what quantization costs.
@@ -62,6 +64,10 @@ def evaluate(
     if ppl is None and prompt is None and tasks is None:
         ppl = "wikitext2"
     options.set_threads(threads)
+    if dry_run:
+        how = {"compare": compare, "json": json}
+        dry_run_eval(model, ppl, windows, seq_len, tasks, limit, kv_open_page, prompt, device, dtype, **how)
+        return
     if ppl is not None:
         if tasks is not None:  # what is wrong with the second half is said before the first
             from comet_core.zero_shot import load_tasks

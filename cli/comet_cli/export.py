@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from comet_cli import console, options
+from comet_cli.dry_run import DryRun, takes
+from comet_cli.dry_run import show as show_dry_run
 from comet_cli.runs import last_packed
 from comet_cuda.errors import CometError
 
@@ -36,6 +38,7 @@ def export(
     symmetric: Annotated[
         bool, typer.Option("--symmetric", help="No zero points; rounds asymmetric weights anew.")
     ] = False,
+    dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
     """Write PACKED as a checkpoint that needs no COMET; says what is left out.
@@ -49,10 +52,38 @@ def export(
 
     source = packed or last_packed()
     target = out or beside(source)
-    done = write(
-        source, target, activations=activations, requantize=requantize, contiguous=contiguous, symmetric=symmetric
-    )
+    how = {"requantize": requantize, "contiguous": contiguous, "symmetric": symmetric}
+    if dry_run:
+        check(source, target, activations, how, json=json)
+        return
+    done = write(source, target, activations=activations, **how)
     show(done, source, activations, json=json)
+
+
+def check(source: Path, target: Path, activations: int, how: dict[str, bool], *, json: bool) -> None:
+    """Print what the export will take and cost, from one layer exported into a temporary folder."""
+    from comet_core.inspection import inspect_packed
+    from comet_core.integrations.compressed_tensors import refuse_used
+    from comet_core.integrations.compressed_tensors_preflight import rehearse_export
+    from comet_core.preflight import require_disk
+
+    found = inspect_packed(source)
+    refuse_used(target)
+    estimate, layer = rehearse_export(source, activations=activations, **how)
+    require_disk(target, estimate.disk, "the export")
+    errors = list(layer.requantized.values())
+    rows = {
+        "model": f"{found['model']}, {len(found['layers'])} layers",
+        "recipe": str(found["recipe"]),
+        "format": f"{FORMATS[0]}, W4A{activations}",
+        "of a layer": f"{len(layer.exact)} linears as packed, {len(errors)} rounded anew",
+        "weight error added": f"{sum(errors) / len(errors):.1%} in the first layer" if errors else "0",
+        "left out": "; ".join(layer.left_out) or "nothing",
+        **takes(f"export {source}", estimate, "run it on a machine with more memory"),
+        "disk": console.human_bytes(estimate.disk),
+        "folder": str(target),
+    }
+    show_dry_run("export", rows, estimate, {}, {}, json=json)
 
 
 def beside(packed: Path) -> Path:

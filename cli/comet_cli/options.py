@@ -75,6 +75,11 @@ def check_record_file(record: Path | None) -> None:
         return
     if record.suffix != ".jsonl":
         raise CometError(f"--record {record}: records go to a file that ends in .jsonl", f"--record {record}.jsonl")
-    place = next(path for path in (record, *record.absolute().parents) if path.exists())
-    if not os.access(place, os.W_OK) or place.is_dir() == (place == record):
-        raise CometError(f"--record {record}: cannot be written", "Name a .jsonl file in a folder of yours.")
+    check_writable(record, "--record", "Name a .jsonl file in a folder of yours.")
+
+
+def check_writable(path: Path, flag: str, hint: str = "Name a place of yours.", *, folder: bool = False) -> None:
+    """Raise CometError if no file (or folder) `path` can be written; asked before any work."""
+    place = next(there for there in (path, *path.absolute().parents) if there.exists())
+    if not os.access(place, os.W_OK) or (place.is_dir() != folder if place == path else not place.is_dir()):
+        raise CometError(f"{flag} {path}: cannot be written", hint)

@@ -1,11 +1,12 @@
 """`comet report [RUN]`: one self-contained HTML page about a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from comet_cli import console, options, runs
+from comet_cli.dry_run import JustCheck, show
 
 
 def report(
@@ -20,6 +21,7 @@ def report(
     tables: Annotated[
         Path | None, typer.Option(help="Also write each table as CSV and markdown.", metavar="DIR")
     ] = None,
+    dry_run: JustCheck = False,
     json: options.Json = False,
 ) -> None:
     """Write one HTML page: what was run, accuracy, errors by layer, outlier maps, speed, provenance.
@@ -30,8 +32,32 @@ def report(
 
     folder = run or runs.last_packed()
     home = folder.parent if folder.name == "packed" else folder
-    page = write_report(home, out or home / "report.html", find_records(home, records or ()), tables)
+    page = out or home / "report.html"
+    options.check_writable(page, "--out")
+    options.check_writable(tables or page, "--tables", folder=tables is not None)
+    found = find_records(home, records or ())
+    if dry_run:
+        check(home, page, found, tables, json=json)
+        return
+    page = write_report(home, page, found, tables)
     if json:
         console.data_json({"kind": "report", "page": str(page), "tables": str(tables) if tables else None})
     else:
         console.data(str(page))
+
+
+def check(home: Path, page: Path, records: list[dict[str, Any]], tables: Path | None, *, json: bool) -> None:
+    """Print what the page would hold."""
+    from comet_core.inspection import inspect_packed
+
+    found = inspect_packed(home / "packed" if (home / "packed").is_dir() else home)
+    own = sum(record.get("model") == found["model"] for record in records)
+    rows = {
+        "model": f"{found['model']}, {len(found['layers'])} layers",
+        "recipe": str(found["recipe"]),
+        "records": f"{len(records)} found, {own} of this model",
+        "outlier maps": "found" if (home / "calibration" / "outliers.png").is_file() else "none",
+        "page": str(page),
+        "tables": str(tables) if tables else "not asked for (--tables)",
+    }
+    show("report", rows, None, {}, {}, json=json)

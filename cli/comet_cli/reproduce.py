@@ -44,13 +44,14 @@ def reproduce(
     Example: comet reproduce table1 --models smollm2-135m --dry-run
     """
     options.tidy_heap()
+    options.check_writable(out, "--out", folder=True)
     from comet_core.paper_table import check, load_table
     from comet_core.results import read
 
     options.set_threads(threads)
     loaded = [load_table(name) for name in tables or ["table1", "table2"]]
     loaded = [resized(table, windows, limit, samples) for table in loaded]
-    from comet_core.reproduce import cells, measure, sweep
+    from comet_core.reproduce import cells, measure, require_cells, sweep
     from comet_core.reproduce_report import write_report
     from comet_core.whole_files import CannotWrite
 
@@ -70,6 +71,8 @@ def reproduce(
             for cell in found:
                 state = "measured" if cell.records else "would be measured" if cell.here else "no weights here"
                 console.data(f"{table.name}\t{cell.model}\t{cell.row.label}\t{cell.recipe.name}\t{state}")
+            if missing:
+                require_cells(missing, table, out)
             continue
         if not report_only and missing and has_data(table):
             for number, cell in enumerate(missing, 1):

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from comet_cli import console
+from comet_cli import console, options
 from comet_cli.bench import require_gpu
+from comet_cli.dry_run import JustCheck
 from comet_cuda.errors import CometError
 
 
@@ -19,6 +20,7 @@ def reproduce_speed(
     ] = None,
     report_only: Annotated[bool, typer.Option("--report-only", help="Measure nothing; write what is known.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for records and tables.", metavar="DIR")] = Path("runs/reproduce"),
+    dry_run: JustCheck = False,
 ) -> None:
     """Measure what the records do not cover yet, and write "paper | here | ratio".
 
@@ -29,13 +31,19 @@ def reproduce_speed(
     paper = paper or recipe_folder().parent / "results" / "paper" / "speed.csv"
     if not paper.is_file():
         raise CometError(f"{paper} is not there", "Run this in a checkout of COMET, or give --paper FILE.")
-    if not report_only:
+    options.check_writable(out, "--out", folder=True)
+    if not report_only and not dry_run:
         require_gpu()
     from comet_core.reproduce_speed import measure, speed_table, write_speed
     from comet_core.results import append, read
 
     own = out / "speed.jsonl"
     known = [*(read(records) if records is not None else []), *(read(own) if own.exists() else [])]
+    if dry_run:
+        for name, _, here, *_ in speed_table(known, paper)[1]:
+            console.data(f"{name}\t{'would be measured' if here == 'not measured' else 'measured'}")
+        require_gpu()
+        return
     if not report_only:
         for one in measure(known, paper, console.progress()):
             known.append(one)

@@ -20,7 +20,7 @@ alike, but along the rows.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from comet_core.experts import expert_of
 from comet_core.ledger import TOKENIZER_FILES
 from comet_core.packed import LinearEntry, Manifest, check_linear, read_manifest, split_linear_tensors
 from comet_core.plan import BlockPlan
+from comet_core.preflight import require_disk
 from comet_core.quantize import quantize_rtn, rotate_int4, to_storage
 from comet_core.recipe import Recipe, WeightSpec
 from comet_core.shards import INDEX, read_shard, shard_files
@@ -83,13 +84,13 @@ def export(
         CometError for weights that the format cannot hold without `requantize`, 8-bit weights, experts, or an output
         folder that is in use.
     """
-    if activations not in ACTIVATIONS:
-        raise CometError(f"{activations}-bit activations are not known", f"They may have {ACTIVATIONS} bits.")
     manifest = read_manifest(folder)
-    _refuse(manifest, requantize, activations)
+    refuse(manifest, requantize, activations)
+    shards = shard_files(folder)
+    require_disk(out, sum(shard.stat().st_size for shard in shards), "the export")
     with claimed(out):
         _begin(out)
-        done = _export(folder, manifest, out, activations, contiguous=contiguous, symmetric=symmetric)
+        done = export_shards(folder, manifest, out, activations, shards, contiguous=contiguous, symmetric=symmetric)
         (out / STARTED).unlink()
     done.bytes = sum(file.stat().st_size for file in out.iterdir())
     return done
@@ -112,13 +113,21 @@ def _begin(out: Path) -> None:
         raise cannot_write(out, error) from error
 
 
-def _export(
-    folder: Path, manifest: Manifest, out: Path, activations: int, *, contiguous: bool, symmetric: bool
+def export_shards(
+    folder: Path,
+    manifest: Manifest,
+    out: Path,
+    activations: int,
+    shards: Sequence[Path],
+    *,
+    contiguous: bool,
+    symmetric: bool,
 ) -> Exported:
+    """Write these shards of a packed folder, and config, index and tokenizer beside them, into the folder `out`."""
     done = Exported(out, left_out=_left_out(manifest, activations))
     weight_map: dict[str, str] = {}
     groups: dict[tuple[bool, bool, int], list[str]] = {}
-    for shard in shard_files(folder):
+    for shard in shards:
         tensors, _ = read_shard(shard)
         packed = split_linear_tensors(tensors, manifest.linears)
         written = _sixteen(tensors, packed, manifest)
@@ -169,6 +178,11 @@ def check_recipe(recipe: Recipe, out: Path) -> None:
             f"recipe {recipe.name}: stores weights rotated (activations.hadamard), which compressed-tensors cannot say",
             "--recipe w4a16; or pack without --format, and then: comet export --requantize, at a loss that is stated",
         )
+    refuse_used(out)
+
+
+def refuse_used(out: Path) -> None:
+    """Raise CometError if the folder holds anything but an unfinished export."""
     if out.exists() and any(out.iterdir()) and not (out / STARTED).exists():
         raise CometError(f"{out}: is not empty", "remove it, or choose another --out")
 
@@ -217,7 +231,10 @@ def _group_size(name: str, width: int) -> int:
     raise CometError(f"{name}: {width} channels do not split into groups of {GROUP_SIZES[-1]}", "skip this linear")
 
 
-def _refuse(manifest: Manifest, requantize: bool, activations: int) -> None:
+def refuse(manifest: Manifest, requantize: bool, activations: int) -> None:
+    """Raise CometError if the format cannot hold the packed weights."""
+    if activations not in ACTIVATIONS:
+        raise CometError(f"{activations}-bit activations are not known", f"They may have {ACTIVATIONS} bits.")
     layers = {name: entry for name, entry in manifest.linears.items() if not (entry.weight_bits == 8 and entry.folded)}
     if experts := [name for name in layers if expert_of(name)]:
         raise CometError(

@@ -54,6 +54,7 @@ def figures(monkeypatch: pytest.MonkeyPatch, values: dict[str, float]) -> list[s
 
     monkeypatch.setattr("comet_core.reproduce.measure", measure)
     monkeypatch.setattr("comet_core.reproduce.require_data", lambda table: None)
+    monkeypatch.setattr("comet_core.reproduce.require_cells", lambda *_: None)
     return measured
 
 
@@ -127,6 +128,8 @@ def test_without_the_table_s_text_nothing_is_packed(
     monkeypatch.setattr("comet_core.reproduce.measure", measure)
     monkeypatch.setattr("comet_core.corpus._why_no_hub", lambda: "no network")
     monkeypatch.setenv("COMET_DATA", str(tmp_path))
+    result = CliRunner().invoke(main.app, ["reproduce", str(table), "--dry-run"])
+    assert result.exit_code == 2 and "pydoc would stand in" in result.stderr and "would be measured" in result.stdout
     result = CliRunner().invoke(main.app, ["reproduce", str(table)])
     assert "pydoc would stand in" in result.stderr and "hint: Set COMET_DATA" in result.stderr
     assert result.exit_code == 2 and "was not measured" in result.stderr, "figures were expected"

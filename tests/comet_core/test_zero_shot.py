@@ -144,7 +144,7 @@ def test_a_broken_run_goes_on(packed: Any, data: Path, monkeypatch: pytest.Monke
     """The second run scores only what the first one had not; a limit reuses the same results."""
     monkeypatch.setattr(zero_shot, "REQUESTS_A_STEP", 4)
     scored: list[int] = []
-    original = Scorer._run
+    original = Scorer.run
 
     def breaking(self: Scorer, asked: list[Any], longest: int) -> Any:
         if sum(scored) >= 8 and limit_reached:
@@ -152,7 +152,7 @@ def test_a_broken_run_goes_on(packed: Any, data: Path, monkeypatch: pytest.Monke
         scored.append(len(asked))
         return original(self, asked, longest)
 
-    monkeypatch.setattr(Scorer, "_run", breaking)
+    monkeypatch.setattr(Scorer, "run", breaking)
     limit_reached = True
     run = lambda **more: evaluate_zero_shot(  # noqa: E731
         packed.packed, tasks=["piqa"], progress=SilentProgress(), device="cpu", compare=False, **more
