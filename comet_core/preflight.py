@@ -1,6 +1,6 @@
 """What a run will take - time, memory, disk - before it starts, from the model's own first layers.
 
-`rehearse` runs the command's real code three times on one or two layers and a few windows, in a temporary folder, and
+`rehearse` runs the command's real code four times on one or two layers and a few windows, in a temporary folder, and
 extends time, memory and what lies on the disk linearly in layers and windows. `require_disk` and `require_room`, on
 bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
 """
@@ -169,24 +169,26 @@ def rehearse(
     layers, windows = int(whole.config.get_text_config().num_hidden_layers), recipe.calibration.samples
     few = min(windows, max(2, 4096 // recipe.calibration.seq_len))
     more = min(windows, max(3 * few, windows // MOST_EXTENDED))
-    plan = [(1, few), (1, few), (1, more), (min(2, layers), few)]  # the first warms caches up and does not count
-    runs = [_run_small(cut(n), recipe, w, command, device, dtype) for n, w in plan]
-    _, base, wide, deep = runs
+    deep = min(2, layers)
+    plan = [(1, few), (1, few), (1, more), (deep, few), (deep, more)]  # the first warms caches up and does not count
+    _, base, first_more, both, both_more = [_run_small(cut(n), recipe, w, command, device, dtype) for n, w in plan]
     share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
     def extended(value: Callable[[_Run], float]) -> float:
-        all_windows = max(0.0, value(wide) - value(base)) * share
-        a_layer = max(0.0, value(deep) - value(base)) if layers > 1 else 0.0
-        return value(base) + (layers - 1) * (a_layer + all_windows) + all_windows
+        """Both in layers and in windows. A window costs a later layer more than the first, before which the quantized
+        and the 16-bit model are still the same."""
+        a_layer, first = max(0.0, value(both) - value(base)), max(0.0, value(first_more) - value(base)) * share
+        later = max(0.0, value(both_more) - value(first_more) - a_layer) * share
+        return value(base) + first + (layers - 1) * (a_layer + later)
 
-    def at_most(few_: int, wide_: int, deep_: int) -> int:
-        return int(max(few_, deep_) + max(0, wide_ - few_) * share)
+    def at_most(few_: int, more_: int) -> int:
+        return int(few_ + max(0, more_ - few_) * share)
 
     return Estimate(
         seconds=extended(lambda run: run.seconds),
-        memory=max(at_most(base.peaks[step], wide.peaks[step], deep.peaks[step]) for step in base.peaks),
-        gpu_memory=at_most(base.gpu_memory, wide.gpu_memory, deep.gpu_memory),
-        disk=int(base.disk + (layers - 1) * (deep.disk - base.disk) + max(0, wide.disk - base.disk) * share)
+        memory=max(at_most(both.peaks[step], both_more.peaks[step]) for step in base.peaks),
+        gpu_memory=at_most(both.gpu_memory, both_more.gpu_memory),
+        disk=int(base.disk + (layers - 1) * (both.disk - base.disk) + max(0, first_more.disk - base.disk) * share)
         + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)
         + _spilled(whole, recipe, device, dtype, command),
     )
