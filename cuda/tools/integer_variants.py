@@ -22,20 +22,30 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
     """What tune tries for a batch."""
     if m > 512:
         whole = [IntegerTiles(128, 2, stages=5, stream=0, band=band) for band in (4, 8, 16)]
-        return [*whole, IntegerTiles(256, stages=5)]
+        return [*whole, IntegerTiles(256, stages=5, quick=1), IntegerTiles(128, row_wgs=3, stages=7, stream=0, quick=1)]
     if m > 128:
         return [
-            IntegerTiles(128, 2, stages=5),
-            IntegerTiles(128, 2, stages=5, stream=0),
+            IntegerTiles(128, 2, stages=5, stream=0, band=16),
+            IntegerTiles(256, stages=5, quick=1),
+            IntegerTiles(128, stages=8, quick=1),
             IntegerTiles(128, stages=8),
             IntegerTiles(128, stages=8, stream=0),
             IntegerTiles(64, stages=12, stream=0),
+            IntegerTiles(128, row_wgs=3, stages=7, stream=0, quick=1),
+            IntegerTiles(64, row_wgs=3, stages=10, stream=0, quick=1),
         ]
     if m > 64:
-        return [IntegerTiles(128, stages=8), IntegerTiles(128, stages=8, stream=0), IntegerTiles(64, 2, stages=8)]
+        return [
+            IntegerTiles(128, stages=8, quick=1),
+            IntegerTiles(128, stages=8, stream=0),
+            IntegerTiles(64, stages=12, stream=0),
+            IntegerTiles(128, row_wgs=3, stages=7, stream=0, quick=1),
+            IntegerTiles(64, row_wgs=3, stages=10, stream=0, quick=1),
+        ]
     if m > 32:
         return [
             IntegerTiles(64, stages=12),
+            IntegerTiles(64, stages=12, quick=1),
             IntegerTiles(64, stages=12, batch=2),
             IntegerTiles(64, stages=12, stream=0),
         ]

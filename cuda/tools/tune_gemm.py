@@ -269,7 +269,8 @@ def parse_variants(text: str, share: int) -> list[Any]:
 def short(tiles: Any) -> str:
     if isinstance(tiles, integer.IntegerTiles):
         text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
-        return text + f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}" + " whole" * (not tiles.stream)
+        text += f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}"
+        return text + " quick" * tiles.quick + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}"
     text += " zp" * tiles.zero_product + f" t{tiles.token_tiles} share {tiles.share}" * tiles.units
