@@ -254,7 +254,7 @@ def plan_perplexity(
     subject = find_subject(spec)
     corpus = _unseen(load_corpus(data, role="perplexity"), subject, progress)
     tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
-    return Planned(subject, _find_base(subject, progress) if compare else None, corpus, tokens)
+    return Planned(subject, find_base(subject, progress) if compare else None, corpus, tokens)
 
 
 def windows_a_step(device: str, seq_len: int) -> int:
@@ -278,7 +278,8 @@ def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:
     return rest
 
 
-def _find_base(subject: Subject, progress: Progress) -> ModelSource | None:
+def find_base(subject: Subject, progress: Progress) -> ModelSource | None:
+    """The 16-bit model that a packed one was made from; None, with the reason said, where there is none to compare."""
     if subject.base is None:
         return None
     try:

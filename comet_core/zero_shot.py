@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from comet_core.calibrate import resolve_compute
-from comet_core.evaluate import Subject, load_subject
+from comet_core.evaluate import Subject, find_base, find_subject, load_subject
 from comet_core.kv_open_page import open_page_attention_name
 from comet_core.progress import Progress
 from comet_core.provenance import provenance
@@ -193,13 +193,9 @@ def evaluate_zero_shot(
 
 def base_of(who: Contestant, progress: Progress) -> Contestant | None:
     """The 16-bit model that a contestant was packed from; None, with the reason said, where there is none."""
-    if who.base is None:
+    if who.base is None or find_base(find_subject(who.spec), progress) is None:
         return None
-    try:
-        return describe(who.base, "16bit", who.device, who.dtype)
-    except CometError as error:
-        progress.log(f"the 16-bit model {who.base} is not at hand, so nothing is compared with it ({error.message})")
-        return None
+    return describe(who.base, "16bit", who.device, who.dtype)
 
 
 def _all_documents(

@@ -231,6 +231,20 @@ def test_a_dry_run_of_tasks_counts_documents_and_what_is_kept(
     assert (code, out) == (2, "") and "arc_easy/test.jsonl" in err
 
 
+def test_a_cut_model_is_not_compared_with_the_whole_one(home: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from comet_core.evaluate import find_base, find_subject
+    from comet_core.progress import SilentProgress
+
+    subject = find_subject("run/packed")
+    assert subject.base is not None and find_base(subject, SilentProgress()) is not None
+    shutil.copytree("run/packed", tmp_path / "cut")
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert find_base(find_subject(str(tmp_path / "cut")), SilentProgress()) is None
+
+
 def test_a_dry_export_says_what_the_export_then_takes(home: Path, tmp_path: Path) -> None:
     before = files(home)
     how = ("export", "run/packed", "--out", str(tmp_path / "out"), "--contiguous")
