@@ -191,6 +191,7 @@ inline void named_sync(int, int members) { // one barrier a kernel
 #endif
 namespace emu {
 inline const PARAMS* params;
+inline int shared_end = 0; // the first byte of shared memory beyond all that was written
 inline void body() {
   ENTRY(*params);
   now->done = true;
@@ -198,6 +199,7 @@ inline void body() {
 }
 }
 char shared[1 << 18] __attribute__((aligned(1024)));
+extern "C" int shared_used() { const int found = emu::shared_end; emu::shared_end = 0; return found; }
 extern "C" void emulate(const PARAMS* p, int gx, int gy, int n) {
   using namespace emu;
   grid = {gx, gy, 1}; threads = {n, 1, 1}; params = p;
@@ -213,6 +215,7 @@ extern "C" void emulate(const PARAMS* p, int gx, int gy, int n) {
       makecontext(&f.context, body, 0);
     }
     for (bool any = true; any;) { any = false; for (auto& f : fibers) if (!f.done) { any = true; now = &f; swapcontext(&scheduler, &f.context); } }
+    for (int i = sizeof shared; i > shared_end; --i) if (shared[i - 1] != char(0xFF)) shared_end = i;
   }
 }
 #endif

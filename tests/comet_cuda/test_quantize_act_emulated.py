@@ -123,13 +123,13 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     fuse, threads, stage = how.get("fuse", "none"), how.get("threads", 256), how.get("stage", True)
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     blocks, vector = num_blocks(channels), channels % 4 == 0
-    splits, entry = how.get("splits", 1), "quantize_act"
+    splits, entry, shared_bytes = how.get("splits", 1), "quantize_act", 227 * 1024
     covered = -(-rows // 8) * 8 if layout == "sm_90" else rows
     shape, gathered = (rows, channels, x.dtype), perm is not None
     if share == TOKEN:
         token = quantize_token_plan.plan_plain(*shape[:2], fuse, gathered, vector, how.get("sms", 1), 227 * 1024)
         defines = token.defines(x.dtype, hadamard, fuse, quantize_act_cuda.LAYOUTS[layout])
-        threads, tokens, entry = 32 * token.warps, 1, "quantize_token"
+        threads, tokens, entry, shared_bytes = 32 * token.warps, 1, "quantize_token", token.shared_bytes
     elif tokens > 0:
         defines = quantize_act_cuda.kernel_defines(
             x.dtype, tokens, hadamard, fuse, layout, vector, stage, threads, share
@@ -139,12 +139,14 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
         assert many is not None
         defines = quantize_many.many_defines(x.dtype, hadamard, fuse)
         splits, threads, tokens, entry, covered = many.splits, 32 * many.warps, 1, "quantize_many", how.get("ctas", 2)
+        shared_bytes = many.shared_bytes
     else:
         plan = quantize_few.plan_few(*shape, fuse, gathered, how.get("sms", 132), 227 * 1024)
         assert plan is not None and vector
         numbers = quantize_act_cuda.FUSE[fuse], quantize_act_cuda.LAYOUTS[layout]
         defines = plan.defines(x.dtype, hadamard, *numbers, share)
         splits, threads, tokens, entry = plan.splits, plan.threads, 1, "quantize_few"
+        shared_bytes = plan.shared_bytes
     defines |= {"ARCH": how.get("arch", 900)}
     if layout == "canonical":
         out = [torch.zeros(rows, blocks, BLOCK, dtype=torch.int8), torch.zeros(rows, blocks)]
@@ -160,6 +162,7 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     params = quantize_act_cuda._PARAMS.pack(*addresses, rows, channels, blocks, how.get("eps", 0.0))
     library = build(entry, defines)
     library.emulate(ctypes.c_char_p(params), -(-covered // tokens), splits, threads)
+    assert library.shared_used() <= shared_bytes
     found = [held[8], held[9], held[2]]
     return [tensor for tensor in found if tensor is not None]
 

@@ -163,10 +163,11 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     gathered = perm is not None
     plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, 1)
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
+    shared_bytes = plan.shared_bytes
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
     if many is not None:
         defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered)
-        threads, ctas, entry = 32 * many.warps, 2, "quantize_many"
+        threads, ctas, entry, shared_bytes = 32 * many.warps, 2, "quantize_many", many.shared_bytes
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -177,7 +178,9 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     sizes = rows, channels, len(clip), norm.get("eps", 0.0)
     params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10], eights)
-    build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"}).emulate(ctypes.c_char_p(params), ctas, 1, threads)
+    library = build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"})
+    library.emulate(ctypes.c_char_p(params), ctas, 1, threads)
+    assert library.shared_used() <= shared_bytes
     if residual is not None:
         residual.copy_(held[2])
     return held[8], held[10], held[9]
