@@ -23,7 +23,7 @@ from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
-from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act_ref
+from comet_cuda.quantize_act import TOKEN, quantize_act_ref
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.w4ax_gemm_integer import IntegerWeight
@@ -98,8 +98,7 @@ class Case:
         perm = torch.randperm(k, device=self.device).int() if self.recipe.blocks.permute else None
         clip = torch.where(bits == 4, a.clip, 1.0).float()
         rotated = a.hadamard and bool((self.bits == 4).any())
-        unit = torch.ones_like(clip) if share == QUAD else None
-        inputs = ActivationFormat(perm, bits, clip, rotated, share, unit)
+        inputs = ActivationFormat(perm, bits, clip, rotated, share)
         self.canonical = random_weights(n, blocks, self.recipe.weights.symmetric, share, self.device)
         first = prepare_linear(*self.canonical, inputs)
         copies = copies_for_cold_l2(first.weight.records.numel())
@@ -113,7 +112,7 @@ class Case:
     def check(self, x: Tensor, y: Tensor) -> None:
         """Raise CometError unless y [M, N] is what the references make of x [M, K]."""
         f = self.inputs
-        codes, scale = quantize_act_ref(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit)
+        codes, scale = quantize_act_ref(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share)
         rows = slice(0, CHECKED_ROWS)
         qweight, w_scale, w_zero = (None if t is None else t[rows] for t in self.canonical)
         assert qweight is not None and w_scale is not None
@@ -163,12 +162,12 @@ def _ablated(linear: PreparedLinear, m: int, ablation: str) -> Callable[[Tensor,
     weight = linear.weight
     if not isinstance(weight, TiledWeight):
         raise CometError(f"--ablation {ablation}: {_path(linear)} has no such switch")
-    tiles = choose_tiles(m, weight.rows, weight.records.shape[1], weight.share)
+    tiles = choose_tiles(m, weight.rows, weight.records.shape[1])
     off = {"pipeline": {"stages": 1, "batch": 1, "flight": 1}, "schedule": {"stream": False}}[ablation]
     changed = replace(tiles, **off)  # type: ignore[arg-type]
     w = weight
     return lambda codes, meta: launch_sm90(
-        codes, meta, w.records, w.zero_terms, None, m, w.rows, w.int8_mask, torch.bfloat16, w.share, changed
+        codes, meta, w.records, w.zero_terms, None, m, w.rows, w.int8_mask, torch.bfloat16, changed
     )
 
 

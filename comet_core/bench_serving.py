@@ -72,7 +72,7 @@ class ServingBench:
             model: packed folder, or anything whose shapes resolve_model finds (then weights are random). A packed
                 folder's own weights serve the scheme it was packed for, random ones of its shapes the others.
             scheme: a name in SCHEMES. layers: the first so many only (the record says so).
-            share: of random packed weights, blocks that share an activation scale: 1, 4, or 0, all of a token.
+            share: of random packed weights, blocks whose activation scales are tied: 1, or 0, all of a token.
             command: what was typed, for the records; None takes this process's command line.
 
         Errors:
@@ -371,7 +371,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--batch", default=",".join(map(str, BATCHES)), help='sizes, or "max"')
     parser.add_argument("--load", default="1024/512,128/128", help="prompt/output tokens")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--share", type=int, default=TOKEN, help="blocks that share a scale: 1, 4, or 0: a token's")
+    parser.add_argument("--share", type=int, default=TOKEN, choices=(1, TOKEN), help="1: a scale a block; 0: a token")
     parser.add_argument("--parts-at", default="64", help="batches whose step is broken down")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args(arguments)

@@ -29,7 +29,6 @@ from comet_core.plan import (
     block_costs,
     block_error,
     block_grams,
-    block_ranges,
     choose_permutation,
     clip_values,
     output_energy,
@@ -37,7 +36,6 @@ from comet_core.plan import (
     search_clips,
     segments_for,
     spend_budget,
-    typical_units,
 )
 from comet_core.progress import Progress
 from comet_core.recipe import LinearSpec, Recipe
@@ -45,7 +43,6 @@ from comet_core.transform import transformed
 from comet_core.whole_files import claimed
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD, TOKEN
 from comet_cuda.quantize_token_ref import MOST_CHANNELS
 
 
@@ -219,7 +216,6 @@ class _Measured:
     reach: float  # share of the tokens that enter the group: below 1 for experts
     int8_blocks: int  # by rule threshold or first; the budget rule overwrites it
     clips: Tensor | None = None  # f32 [NB], where the recipe searches them
-    ranges: Tensor | None = None  # f32 [S, NB], where blocks share scales and have units
 
     @property
     def is_w4a4(self) -> bool:
@@ -274,8 +270,6 @@ def _measure(
         measured.choice = PlanChoice(((error4 - error8) / energy).cpu() * reach, cost, segments)
         if act.clip_search:
             measured.clips = search_clips(x, rotated, perm, act)
-        if act.share == QUAD and act.unit:
-            measured.ranges = block_ranges(x, perm, act.hadamard).cpu()
         if spec.blocks.rule == "threshold":
             wanted = num_blocks(int(outlier_channels(stats.absmax, spec.blocks.threshold).sum()))
             measured.int8_blocks = -(-wanted // segments) * segments
@@ -348,21 +342,17 @@ def _plan_group(m: _Measured) -> GroupPlan:
     clip = clip_values(bits, m.spec.activations)
     if m.clips is not None:
         clip = torch.where(bits == 4, m.clips, clip)
-    share = _share(m, bits)
-    unit = typical_units(m.ranges, bits, clip) if share == QUAD and m.ranges is not None else None
-    plan = BlockPlan(m.perm, bits, clip, hadamard, share, unit)
+    plan = BlockPlan(m.perm, bits, clip, hadamard, _share(m, bits))
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
 
 
 def _share(m: _Measured, bits: Tensor) -> int:
-    """How many blocks share a scale: 1 where there is none to share, where tensor-parallel ranks would cut what shares
-    it, or where a token's blocks are more than integer sums hold."""
-    share, segments = SHARES[m.spec.activations.share], m.choice.segments
-    cut = segments > 1 and (share == TOKEN or len(bits) // segments % QUAD)
-    if not bool((bits == 4).any()) or cut or (share == TOKEN and m.group.in_channels > MOST_CHANNELS):
+    """The recipe's share, but 1 where no block is INT4, where tensor-parallel ranks would cut a token, or where its
+    blocks are more than integer sums hold."""
+    if not bool((bits == 4).any()) or m.choice.segments > 1 or m.group.in_channels > MOST_CHANNELS:
         return 1
-    return share
+    return SHARES[m.spec.activations.share]
 
 
 def _all_cost(m: _Measured) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 from comet_core.decoder import LinearGroup
 from comet_core.experts import any_expert
 from comet_core.outliers import draw_heat_map
-from comet_core.plan import SHARES, BlockPlan
-from comet_core.recipe import Recipe, digest, recipe_from_dict, recipe_to_dict
+from comet_core.plan import BlockPlan, stored_recipe, stored_share
+from comet_core.recipe import Recipe, digest, recipe_to_dict
 from comet_core.whole_files import cannot_write, whole_file, write_text
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
@@ -62,9 +62,8 @@ class Calibration:
         whole = hashlib.sha256(self.tokens.numpy().tobytes())
         for item in self.groups:
             whole.update(f"{item.layer} {item.group} {item.quantized} {item.plan.hadamard} {item.plan.share}".encode())
-            for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip, item.plan.unit):
-                if tensor is not None:
-                    whole.update(tensor.numpy().tobytes())
+            for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip):
+                whole.update(tensor.numpy().tobytes())
         return whole.hexdigest()
 
 
@@ -95,8 +94,6 @@ def save(calibration: Calibration, out: Path) -> None:
             f"{key}.block_bits": item.plan.block_bits,
             f"{key}.act_clip": item.plan.clip,
         }
-        if item.plan.unit is not None:
-            tensors[f"{key}.act_unit"] = item.plan.unit
         groups.append(
             {
                 "layer": item.layer,
@@ -146,7 +143,7 @@ def load_calibration(folder: Path) -> Calibration:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         groups = tuple(_load_group(item, manifest["layer_prefix"], tensors) for item in manifest["groups"])
         return Calibration(
-            recipe=recipe_from_dict(manifest["recipe"]),
+            recipe=stored_recipe(manifest["recipe"]),
             model={key: str(manifest["model"][key]) for key in ("name", "origin", "note", "digest")},
             data=dict(manifest["data"]),
             tokens=_windows(tensors["tokens"]),
@@ -167,12 +164,6 @@ def _windows(tokens: Tensor) -> Tensor:
     return tokens.long()
 
 
-def _share(given: Any) -> int:
-    if type(given) is not int or given not in SHARES.values():
-        raise ValueError(f"share is {given!r}")
-    return given
-
-
 def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> GroupPlan:
     given = item["group"]
     group = LinearGroup(
@@ -190,12 +181,7 @@ def _load_group(item: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -
     absmax = tensors[f"{key}.absmax"]
     if absmax.dtype != torch.float32 or absmax.shape != perm.shape or not bool((absmax >= 0).all()):
         raise ValueError(f"{key}.absmax must be {group.in_channels} values from 0 up")
-    unit = tensors.get(f"{key}.act_unit")
-    if unit is not None and not (
-        unit.dtype == torch.float32 and unit.shape == (blocks,) and bool((torch.isfinite(unit) & (unit > 0)).all())
-    ):
-        raise ValueError(f"{key}.act_unit must be {blocks} finite values above 0")
-    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), _share(item["share"]), unit)
+    plan = BlockPlan(perm, bits, clip, bool(item["hadamard"]), stored_share(item["share"]))
     return GroupPlan(int(item["layer"]), group, tuple(item["quantized"]), plan, absmax, dict(item["report"]))
 
 

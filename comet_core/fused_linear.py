@@ -169,7 +169,7 @@ class W4AxCanonical:
 
     def take(self, x: Tensor) -> Operand:
         f = self.inputs
-        return Operand(quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit), x.shape[0])
+        return Operand(quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share), x.shape[0])
 
     def take_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Operand, Tensor]:
         normed, _, summed = _norm(x, residual, weight, eps, False)
@@ -308,5 +308,4 @@ def _same_input(one: W4AxLinear, other: W4AxLinear) -> bool:
         and same(a.perm, b.perm)
         and same(a.block_bits, b.block_bits)
         and same(a.clip, b.clip)
-        and same(a.unit, b.unit)
     )

@@ -16,10 +16,10 @@ from comet_core.quantize import QuantizedWeight, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 from comet_cuda.affine import BLOCK, num_blocks, split_blocks
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
-from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act, to_blocks
+from comet_cuda.quantize_act import TOKEN, quantize_act, to_blocks
 from comet_cuda.w4ax_gemm import w4ax_gemm, weight_integers
 
-STORED = ("qweight", "w_scale", "w_zero", "weight_base", "block_bits", "perm", "act_clip", "act_unit", "bias")
+STORED = ("qweight", "w_scale", "w_zero", "weight_base", "block_bits", "perm", "act_clip", "bias")
 CHUNK = 1 << 20  # values of an embedding that are converted at once
 
 
@@ -27,7 +27,7 @@ class W4AxLinear(nn.Module):
     """y = x W^T + bias with W packed. K in_features, N out_features, NB = ceil(K / 128).
 
     Buffers (their names are the checkpoint's): qweight, w_scale, w_zero (or None), weight_base (or None), block_bits,
-    perm (or None when the producer's rows carry the permutation), act_clip, act_unit (or None), bias (or None).
+    perm (or None when the producer's rows carry the permutation), act_clip, bias (or None).
     """
 
     qweight: Tensor
@@ -37,7 +37,6 @@ class W4AxLinear(nn.Module):
     block_bits: Tensor
     perm: Tensor | None
     act_clip: Tensor
-    act_unit: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -61,7 +60,7 @@ class W4AxLinear(nn.Module):
     @property
     def inputs(self) -> ActivationFormat:
         """How the layer's input becomes codes."""
-        return ActivationFormat(self.perm, self.block_bits, self.act_clip, self.hadamard, self.share, self.act_unit)
+        return ActivationFormat(self.perm, self.block_bits, self.act_clip, self.hadamard, self.share)
 
     def prepared(self) -> PreparedLinear:
         """The layer in the layout of the GPU that it is on (made once)."""
@@ -82,7 +81,7 @@ class W4AxLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard, self.share, self.act_unit)
+        return quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard, self.share)
 
     def _weight_only(self, rows: Tensor) -> Tensor:
         weight = weight_integers(self.qweight, self.w_zero) * self.w_scale.float()[..., None]
@@ -123,17 +122,9 @@ def linear_tensors(weight: QuantizedWeight, plan: BlockPlan, bias: Tensor | None
         "block_bits": plan.block_bits,
         "perm": None if folded else plan.perm,
         "act_clip": plan.clip,
-        "act_unit": _unit(plan),
         "bias": bias,
     }
     return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
-
-
-def _unit(plan: BlockPlan) -> Tensor | None:
-    """What is stored of a plan's units: nothing but for quads."""
-    if plan.share != QUAD:
-        return None
-    return torch.ones_like(plan.clip) if plan.unit is None else plan.unit
 
 
 def unquantized_input(in_features: int) -> dict[str, Tensor]:
@@ -175,8 +166,6 @@ def expected_shapes(
     }
     if not folded:
         shapes["perm"] = (torch.int32, (in_features,))
-    if share == QUAD:
-        shapes["act_unit"] = (torch.float32, (blocks,))
     if share == TOKEN:
         shapes["weight_base"] = (torch.bfloat16, (out_features,))
     if weight_bits == 4 and not symmetric:

@@ -99,9 +99,8 @@ class Moments:
 
 
 def exact_rows(x: Tensor, plan: BlockPlan) -> Tensor:
-    """float [T, K] -> f32 [T, NB * 128]: permuted, padded, over the blocks' units, not rotated."""
-    blocks = to_blocks(x, plan.perm).float()
-    return (blocks if plan.unit is None else blocks / plan.unit[:, None]).flatten(1)
+    """float [T, K] -> f32 [T, NB * 128]: permuted, padded, not rotated."""
+    return to_blocks(x, plan.perm).float().flatten(1)
 
 
 def rotated_rows(x: Tensor, plan: BlockPlan) -> Tensor:
@@ -112,7 +111,7 @@ def rotated_rows(x: Tensor, plan: BlockPlan) -> Tensor:
 
 def quantized_rows(x: Tensor, plan: BlockPlan) -> Tensor:
     """float [T, K] -> f32 [T, NB * 128]: what the codes of x stand for, rotated like the weights."""
-    codes, scale = quantize_act(x, plan.perm, plan.block_bits, plan.clip, plan.hadamard, plan.share, plan.unit)
+    codes, scale = quantize_act(x, plan.perm, plan.block_bits, plan.clip, plan.hadamard, plan.share)
     return (codes.float() * scale[..., None]).flatten(1)
 
 

@@ -7,8 +7,8 @@
   tokenizer files, README.md         as the source had them; a model card
 
 Canonical and un-tiled: one checkpoint serves every GPU architecture. A packed linear `L` has L.qweight, L.w_scale,
-L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it), L.act_unit (share 4),
-L.weight_base (share 0, one scale a token: scales of a weight row are multiples of it) and L.bias (if any).
+L.w_zero (asymmetric), L.block_bits, L.act_clip, L.perm (absent if the producer's rows carry it), L.weight_base (share
+0, one scale a token: scales of a weight row are multiples of it) and L.bias (if any).
 A shard that exists under its final name is complete; config.json is written last, so a folder that has one is whole.
 Nothing that a folder says is believed unchecked: manifest, config, shards and model must agree on every tensor.
 """
@@ -27,8 +27,8 @@ from comet_core.decoder import all_finite, build_empty, find_layers, is_tied, pu
 from comet_core.kv_cache import attention_name
 from comet_core.linear import STORED, Int8Embedding, W4AxLinear, expected_shapes, replace_linear, unquantized_input
 from comet_core.model_source import cut_config
-from comet_core.plan import SHARES
-from comet_core.recipe import Recipe, recipe_from_dict
+from comet_core.plan import stored_recipe, stored_share
+from comet_core.recipe import Recipe
 from comet_core.shards import DAMAGED, read_shard, shard_files, shard_names, tensor_sha256
 from comet_core.weight_reader import MOST_LAYERS
 from comet_cuda.affine import BLOCK
@@ -37,7 +37,9 @@ from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_token_ref import check_blocks
 from comet_cuda.weight_grid import scale_fault
 
-FORMAT_VERSION = 3  # 2: shared activation scales; 3: one scale a token, scales of a weight row multiples of its base
+FORMAT_VERSION = (
+    3  # 2: `share`, whose scales are tied; 3: one scale a token, scales of a weight row multiples of its base
+)
 MANIFEST = "comet.json"
 STARTED = "packing.json"  # what a folder holds while packing is under way
 PACK_TENSORS = tuple(name for name in STORED if name != "bias")
@@ -53,7 +55,7 @@ class LinearEntry:
     symmetric: bool
     hadamard: bool
     folded: bool  # the permutation stands in the producer's rows
-    share: int = 1  # blocks whose activation scales are tied to each other: 1, 4, or 0: all of a token
+    share: int = 1  # blocks whose activation scales are tied to each other: 1, or 0: all of a token
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
                 "update COMET",
             )
         return Manifest(
-            recipe=recipe_from_dict(content["recipe"]),
+            recipe=stored_recipe(content["recipe"]),
             recipe_digest=str(content["recipe_digest"]),
             model=_described(content["model"]),
             data=dict(content["data"]),
@@ -131,8 +133,8 @@ def _entry(name: str, given: dict[str, Any]) -> LinearEntry:
     entry = LinearEntry(**given)
     sizes, flags = (entry.in_features, entry.out_features), (entry.symmetric, entry.hadamard, entry.folded)
     whole = all(type(size) is int and size > 0 for size in sizes) and all(type(flag) is bool for flag in flags)
-    known = type(entry.share) is int and entry.share in SHARES.values()
-    if not whole or not known or entry.weight_bits not in (4, 8) or (entry.share == TOKEN and entry.weight_bits != 4):
+    tied = stored_share(entry.share) == TOKEN
+    if not whole or entry.weight_bits not in (4, 8) or (tied and entry.weight_bits != 4):
         raise ValueError(f"{name}: {given}")
     return entry
 
@@ -188,9 +190,6 @@ def check_linear(name: str, tensors: dict[str, Tensor], entry: LinearEntry) -> N
     clip = tensors["act_clip"]
     if not bool(((clip > 0) & (clip <= 1)).all()):
         raise CometError(f"{name}.act_clip: holds a value outside (0, 1]", DAMAGED)
-    unit = tensors.get("act_unit")
-    if unit is not None and not bool((torch.isfinite(unit) & (unit > 0)).all()):
-        raise CometError(f"{name}.act_unit: holds a value that is not finite and positive", DAMAGED)
     if "w_zero" in tensors and int(tensors["w_zero"].max()) > 15:
         raise CometError(f"{name}.w_zero: holds a zero point above 15", DAMAGED)
     if entry.share == TOKEN:

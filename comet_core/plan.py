@@ -10,17 +10,39 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from comet_core.recipe import ActivationSpec, BlockSpec
+from comet_core.recipe import ActivationSpec, BlockSpec, Recipe, recipe_from_dict
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD, TOKEN, hadamard_blocks, quantize_act_ref, to_blocks
+from comet_cuda.quantize_act import TOKEN, hadamard_blocks, quantize_act_ref, to_blocks
 
-SHARES: dict[int | str, int] = {1: 1, 4: QUAD, "token": TOKEN}  # recipe's word -> `share` of the op
+SHARES: dict[int | str, int] = {1: 1, "token": TOKEN}  # recipe's word -> `share` of the op
 CLIP_GRID = (-0.25, -0.2, -0.15, -0.1, -0.05, 0.0, 0.05, 0.1)  # steps around the recipe's clip
+
+
+def stored_recipe(given: Any) -> Recipe:
+    """`recipe_from_dict` of what an artifact keeps. Raises CometError as that does, and for share 4 of older COMETs."""
+    for part in (given, *(given.get("overrides") or ())):
+        activations = part.get("activations") or {}
+        if activations.get("share") == 4:
+            stored_share(4)
+        activations.pop("unit", None)  # of share 4
+    return recipe_from_dict(given)
+
+
+def stored_share(given: Any) -> int:
+    """The share of an artifact, checked. Raises CometError for 4, which older COMETs wrote, ValueError for others."""
+    if type(given) is int and given == 4:
+        raise CometError(
+            "activations.share 4 is no longer supported", "calibrate and pack again, with share token or 1"
+        )
+    if type(given) is not int or given not in SHARES.values():
+        raise ValueError(f"share is {given!r}")
+    return given
 
 
 @dataclass(frozen=True)
@@ -32,11 +54,8 @@ class BlockPlan:
         block_bits: uint8 [NB], 4 or 8 (16 everywhere: activations are not quantized).
         clip: f32 [NB], share of the absolute maximum that the largest code stands for.
         hadamard: INT4 blocks are rotated (weights too, offline).
-        share: 1; 4: the INT4 blocks of a quad share their scale up to powers of two (comet_cuda/quantize_act.py);
-            TOKEN: a token's scales are integer multiples of one number (quantize_token_ref.py) and a weight row's are
-            too (weight_grid.py).
-        unit: f32 [NB] or None (ones); with share 4, an INT4 block's typical scale over its quad's mean. Weights are
-            multiplied by it before they are quantized.
+        share: 1; TOKEN: a token's scales are integer multiples of one number (quantize_token_ref.py) and a weight row's
+            are too (weight_grid.py).
     """
 
     perm: Tensor
@@ -44,13 +63,11 @@ class BlockPlan:
     clip: Tensor
     hadamard: bool
     share: int = 1
-    unit: Tensor | None = None
 
     def to(self, device: torch.device) -> "BlockPlan":
         """The same on a device."""
-        unit = None if self.unit is None else self.unit.to(device)
         return replace(
-            self, perm=self.perm.to(device), block_bits=self.block_bits.to(device), clip=self.clip.to(device), unit=unit
+            self, perm=self.perm.to(device), block_bits=self.block_bits.to(device), clip=self.clip.to(device)
         )
 
 
@@ -128,7 +145,7 @@ def block_error(
 
     Args:
         x: f32 [S, K] sampled inputs. grams: `block_grams`, rotated where `bits` is 4 and the recipe rotates.
-        perm: int32 [K]. bits: 4 or 8. spec: clip, rotation, sharing. clip: of INT4 blocks, in place of the recipe's.
+        perm: int32 [K]. bits: 4 or 8. spec: clip, rotation. clip: of INT4 blocks, in place of the recipe's.
 
     Blocks that will share one scale a token are judged by scales of their own: which of them are INT8 is not known yet,
     and outlier blocks as INT4 would spoil the others' multiples.
@@ -136,8 +153,7 @@ def block_error(
     count = num_blocks(x.shape[1])
     block_bits = torch.full((count,), bits, dtype=torch.uint8, device=x.device)
     clips = clip_values(block_bits, spec) if clip is None else torch.full((count,), clip, device=x.device)
-    share = SHARES[spec.share] or 1
-    codes, scale = quantize_act_ref(x, perm, block_bits, clips, spec.hadamard, share)
+    codes, scale = quantize_act_ref(x, perm, block_bits, clips, spec.hadamard)
     exact = to_blocks(x, perm)
     if spec.hadamard and bits == 4:
         exact = hadamard_blocks(exact)
@@ -153,28 +169,6 @@ def search_clips(x: Tensor, grams: Tensor, perm: Tensor, spec: ActivationSpec) -
     grid = sorted({min(max(spec.clip + step, 0.05), 1.0) for step in CLIP_GRID})
     errors = torch.stack([block_error(x, grams, perm, 4, spec, clip) for clip in grid])
     return torch.tensor(grid)[errors.argmin(0).cpu()]
-
-
-def block_ranges(x: Tensor, perm: Tensor, rotate: bool) -> Tensor:
-    """f32 [S, NB]: the absolute maximum of each row's blocks, rotated if INT4 blocks are."""
-    blocks = to_blocks(x, perm)
-    return (hadamard_blocks(blocks) if rotate else blocks).abs().amax(-1)
-
-
-def typical_units(ranges: Tensor, block_bits: Tensor, clip: Tensor) -> Tensor:
-    """The unit of each block for shared scales, f32 [NB]: the median over rows of its scale over its quad's mean scale.
-
-    Args:
-        ranges: f32 [S, NB], see `block_ranges`. block_bits: uint8 [NB]. clip: f32 [NB].
-    """
-    is_int4 = block_bits == 4
-    scale = torch.where(is_int4, ranges * clip, 0.0)
-    padding = -scale.shape[1] % QUAD
-    quads = torch.nn.functional.pad(scale, (0, padding)).view(len(scale), -1, QUAD).sum(2)
-    members = torch.nn.functional.pad(is_int4.float(), (0, padding)).view(-1, QUAD).sum(1).clamp(min=1)
-    mean = (quads / members).repeat_interleave(QUAD, 1)[:, : scale.shape[1]]
-    ratio = torch.where(mean > 0, scale / mean.clamp(min=1e-30), torch.ones_like(scale)).median(0).values
-    return torch.where(is_int4 & (ratio > 0), ratio, torch.ones_like(ratio))
 
 
 def output_energy(x: Tensor, weight: Tensor) -> float:

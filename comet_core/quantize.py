@@ -50,8 +50,6 @@ class QuantizedWeight:
 def to_storage(weight: Tensor, plan: BlockPlan) -> Tensor:
     """float [N, K] -> f32 [N, NB, 128]: permuted, padded, INT4 blocks rotated like the activations they will meet."""
     blocks = to_blocks(weight, plan.perm).float()
-    if plan.unit is not None:
-        blocks = blocks * plan.unit[None, :, None]
     return rotate_int4(blocks, plan.block_bits) if plan.hadamard else blocks
 
 

@@ -88,8 +88,7 @@ class ActivationSpec:
     clip: float = number(0.9, 0, 1, open_low=True)  # share of absmax that code 7 stands for (INT4 blocks)
     hadamard: bool = flag(True)  # rotate INT4 blocks
     clip_search: bool = flag(False)  # per INT4 block, around `clip`, by output error
-    share: int | str = one_of("token", 1, 4)  # blocks whose scales are tied to each other
-    unit: bool = flag(True)  # with share 4: each block's typical scale moves into the weights
+    share: int | str = one_of("token", 1)  # blocks whose scales are tied to each other
 
     def __post_init__(self) -> None:
         check_fields(self, "activations")

@@ -210,8 +210,7 @@ class RandomLinears:
         if permuted:
             perm = torch.randperm(channels, device=self.device, generator=self.generator).to(torch.int32)
         clip = torch.full((blocks,), CLIP, dtype=torch.float32, device=self.device)
-        unit = torch.ones(blocks, device=self.device) if self.share > 1 else None
-        inputs = ActivationFormat(perm, bits, clip, self.hadamard, self.share, unit)
+        inputs = ActivationFormat(perm, bits, clip, self.hadamard, self.share)
         return w4ax_linear(qweight, scale, zero, inputs, bias, self.dtype)
 
     def _weight_only(self, rows: int, channels: int, bias: Tensor | None) -> FusedLinear:

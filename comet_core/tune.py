@@ -209,15 +209,13 @@ class _Codes(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, linear: W4AxLinear) -> Tensor:
         ctx.linear = linear
         f = linear.inputs
-        codes, scale = quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit)
+        codes, scale = quantize_act(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share)
         return (codes.float() * scale[..., None]).flatten(1).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         f, channels = ctx.linear.inputs, ctx.linear.in_features
         blocks = split_blocks(gradients[0])
-        if f.unit is not None:
-            blocks = blocks / f.unit[:, None].to(blocks.dtype)
         if f.hadamard:  # symmetric and orthonormal: its own transpose
             turned = blocks @ _hadamard_matrix(blocks)
             blocks = torch.where((f.block_bits == 4)[:, None], turned, blocks)

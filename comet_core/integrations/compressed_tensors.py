@@ -195,14 +195,11 @@ def linear_tensors(leaves: dict[str, Tensor], entry: LinearEntry, size: int) -> 
     """
     rows, width = entry.out_features, entry.in_features
     codes = unpack_nibbles(leaves["qweight"])[:, :width]  # uint8 [N, K], stored order
-    scale = leaves["w_scale"].float()
-    if "act_unit" in leaves:  # the stored weight is the real one times this
-        scale = scale / leaves["act_unit"]
 
     def spread(by_block: Tensor) -> Tensor:
         return by_block.repeat_interleave(BLOCK // size, 1)[:, : width // size].contiguous()
 
-    found = {"weight_scale": spread(scale.to(torch.bfloat16)), "weight_shape": torch.tensor([rows, width])}
+    found = {"weight_scale": spread(leaves["w_scale"]), "weight_shape": torch.tensor([rows, width])}
     if "perm" in leaves and _moves(leaves["perm"]):
         inverse = leaves["perm"].long().argsort()
         codes = codes[:, inverse]
@@ -281,8 +278,6 @@ def _left_out(manifest: Manifest, activations: int) -> list[str]:
         lost.append(f"{recipe.kv_cache.bits}-bit KV cache: it stays in 16 bit")
     if manifest.embedding_bits == 8 or any(entry.weight_bits == 8 for entry in manifest.linears.values()):
         lost.append("8-bit embedding or head: written in 16 bit")
-    if any(entry.share > 1 for entry in manifest.linears.values()):
-        lost.append("units of shared activation scales: divided into the weights' scales, which are rounded again")
     return lost
 
 
@@ -297,8 +292,6 @@ def _rounded_anew(leaves: dict[str, Tensor], entry: LinearEntry) -> tuple[dict[s
     width, bits = entry.in_features, leaves["block_bits"]
     stored = weight_integers(leaves["qweight"], leaves.get("w_zero")) * leaves["w_scale"].float()[..., None]
     weight = rotate_int4(stored, bits) if entry.hadamard else stored  # the transform is its own inverse
-    if "act_unit" in leaves:
-        weight = weight / leaves["act_unit"][None, :, None]
     weight = weight.flatten(1)[:, :width]
     if "perm" in leaves:
         weight = weight[:, leaves["perm"].long().argsort()]

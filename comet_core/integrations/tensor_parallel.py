@@ -1,10 +1,10 @@
 """Which ranks may share a packed linear, and what each of them holds. No vLLM in here: rules and arithmetic.
 
 Column-parallel linears (q, k, v, gate, up) split their rows, which no block crosses: always possible. Row-parallel ones
-(o, down) split their input: every rank needs whole blocks of 128 channels, whole quads where blocks share scales, and a
-permutation that stays inside the rank's channels. It does if the packing kept it so (blocks.tp_granularity), or if the
-producer's rows carry it, because those are split at the same places. Where a token has one scale (share TOKEN), each
-rank takes it from its own channels: another rounding than on one GPU.
+(o, down) split their input: every rank needs whole blocks of 128 channels, and a permutation that stays inside the
+rank's channels. It does if the packing kept it so (blocks.tp_granularity), or if the producer's rows carry it, because
+those are split at the same places. Where a token has one scale (share TOKEN), each rank takes it from its own channels:
+another rounding than on one GPU.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from comet_core.packed import LinearEntry
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.errors import CometError
-from comet_cuda.quantize_act import QUAD, TOKEN
+from comet_cuda.quantize_act import TOKEN
 
 
 def common_entry(prefix: str, members: Sequence[str], linears: dict[str, LinearEntry]) -> LinearEntry | None:
@@ -48,12 +48,10 @@ def check_row_parallel(name: str, entry: LinearEntry, ranks: int, granularity: i
     """
     if ranks == 1:
         return
-    unit = BLOCK * max(1, entry.share)
-    if entry.in_features % (unit * ranks):
-        allowed = [n for n in range(1, 65) if entry.in_features % (unit * n) == 0]
+    if entry.in_features % (BLOCK * ranks):
+        allowed = [n for n in range(1, 65) if entry.in_features % (BLOCK * n) == 0]
         raise CometError(
-            f"{name}: {entry.in_features} channels do not split into {ranks} parts of whole "
-            f"{'quads of blocks' if entry.share == QUAD else '128-channel blocks'}",
+            f"{name}: {entry.in_features} channels do not split into {ranks} parts of whole 128-channel blocks",
             f"tensor_parallel_size may be {', '.join(map(str, allowed)) or '1 only'} for this linear",
         )
     if not entry.folded and granularity % ranks:
@@ -95,8 +93,6 @@ def local_shapes(
         shapes["w_zero"] = (torch.uint8, (rows, blocks), 0, 1)
     if not entry.folded:
         shapes["perm"] = (torch.int32, (width,), None, 0)
-    if entry.share == QUAD:
-        shapes["act_unit"] = (torch.float32, (blocks,), None, 0)
     if entry.share == TOKEN:
         shapes["weight_base"] = (torch.bfloat16, (rows,), 0, None)
     return shapes

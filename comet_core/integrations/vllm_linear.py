@@ -1,7 +1,7 @@
 """A packed linear inside vLLM: its tensors by rank, and quantize_act -> w4ax_gemm on them.
 
 Rows of linears that share an input (qkv, gate_up) stand on top of each other in one set of tensors, as vLLM fuses
-them; what belongs to the input (perm, block_bits, act_clip, act_unit) is stored with each of them and must be the same.
+them; what belongs to the input (perm, block_bits, act_clip) is stored with each of them and must be the same.
 vLLM's own weight loaders cut the pieces: `output_dim` and `input_dim` of a parameter say along which axes.
 """
 
@@ -68,14 +68,8 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
         perm = leaves.get("perm")
         if perm is not None:
             perm = local_permutation(layer.prefix, perm, rank)
-        inputs = ActivationFormat(
-            perm,
-            leaves["block_bits"],
-            leaves["act_clip"],
-            self.entry.hadamard,
-            self.entry.share,
-            leaves.get("act_unit"),
-        )
+        entry = self.entry
+        inputs = ActivationFormat(perm, leaves["block_bits"], leaves["act_clip"], entry.hadamard, entry.share)
         layer.comet_inputs = inputs
         if leaves["qweight"].is_cuda:
             weight = (leaves["qweight"], leaves["w_scale"], leaves.get("w_zero"))
@@ -93,7 +87,7 @@ class CometLinearMethod(LinearMethodBase):  # type: ignore[misc]
             y: Tensor = prepared(rows, bias)
         else:
             f = layer.comet_inputs
-            codes, scale = quantize_act(rows, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit)
+            codes, scale = quantize_act(rows, f.perm, f.block_bits, f.clip, f.hadamard, f.share)
             zero = getattr(layer, "w_zero", None)
             y = w4ax_gemm(codes, scale, layer.qweight, layer.w_scale, zero, f.block_bits, bias, x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -122,9 +116,7 @@ def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         bits = torch.full(shape, 4, dtype=dtype)
         bits[: shape[0] // DUMMY_INT8] = 8
         return bits
-    value = {"act_clip": 1.0, "act_unit": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE, "weight_base": DUMMY_SCALE}.get(
-        leaf, 0
-    )
+    value = {"act_clip": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE, "weight_base": DUMMY_SCALE}.get(leaf, 0)
     if leaf == "qweight":
         return torch.randint(0, 256, shape, dtype=dtype)
     return torch.full(shape, value, dtype=dtype)

@@ -13,7 +13,7 @@ from pathlib import Path
 from comet_cuda import w4ax_gemm_sm80
 from comet_cuda.dispatch import Family, family_of
 from comet_cuda.jit import Configuration, Cubin, cache_folder
-from comet_cuda.tiles_sm90 import OUT_KINDS, SOURCE, UNITS_SOURCE, Tiles, tile_table
+from comet_cuda.tiles_sm90 import OUT_KINDS, SOURCE, Tiles, tile_table
 
 SOURCES = Path(__file__).parent
 ELSEWHERE = {"quantize_act.cu": "quantize_act_cuda", "quantize_token.cu": "quantize_token_plan"}  # not in its namesake
@@ -26,22 +26,21 @@ def sources() -> list[str]:
 
 def configurations(source: str, family: Family) -> list[Configuration]:
     """How a source is compiled on a GPU family; empty where it is not used."""
-    if source in (SOURCE, UNITS_SOURCE):
-        return _sm90_gemm(source) if family.name == "sm_90" else []
+    if source == SOURCE:
+        return _sm90_gemm() if family.name == "sm_90" else []
     if source == "w4ax_gemm_sm80.cu":
         return w4ax_gemm_sm80.configurations(family.name == "portable") if family.name != "sm_90" else []
     module = importlib.import_module(f"comet_cuda.{ELSEWHERE.get(source, source[:-3])}")
     return list(module.configurations(family.name))
 
 
-def _sm90_gemm(source: str) -> list[Configuration]:
-    """Every row of the measured tile table that `source` serves, with and without zero points, for every type."""
+def _sm90_gemm() -> list[Configuration]:
+    """Every row of the measured tile table, with and without zero points, for every type."""
     names = {field.name for field in dataclasses.fields(Tiles)}
     tiles = {Tiles(**{key: value for key, value in row.items() if key in names}) for row in tile_table()}
     return [
-        Configuration(tile.source, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
+        Configuration(SOURCE, tile.defines(has_zero, out), (), tile.shared_bytes(has_zero))
         for tile in sorted(tiles, key=lambda tile: tile.tokens)
-        if tile.source == source
         for has_zero in (False, True)
         for out in OUT_KINDS
     ]

@@ -28,8 +28,7 @@ class ActivationFormat:
     block_bits: Tensor  # uint8 [NB], 4 or 8
     clip: Tensor  # f32 [NB]
     hadamard: bool
-    share: int = 1  # or 4, or TOKEN
-    unit: Tensor | None = None  # f32 [NB], with share 4
+    share: int = 1  # or TOKEN
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class PreparedLinear:
         f = self.inputs
         if isinstance(self.weight, IntegerWeight):
             return quantize_token(x, f.perm, self.weight.int8_blocks, f.clip, f.hadamard)
-        return quantize_act_tiled(x, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit)
+        return quantize_act_tiled(x, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share)
 
     def quantize_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -57,7 +56,7 @@ class PreparedLinear:
             found = rms_norm_quantize_token(x, residual, weight, eps, f.perm, int8_blocks, f.clip, f.hadamard)
             return found[:3], found[3]
         codes, meta, summed = rms_norm_quantize(
-            x, residual, weight, eps, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit
+            x, residual, weight, eps, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share
         )
         return (codes, meta), summed
 
@@ -66,7 +65,7 @@ class PreparedLinear:
         f = self.inputs
         if isinstance(self.weight, IntegerWeight):
             return silu_mul_quantize_token(gate_up, f.perm, self.weight.int8_blocks, f.clip, f.hadamard)
-        return silu_mul_quantize(gate_up, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share, f.unit)
+        return silu_mul_quantize(gate_up, f.perm, f.block_bits, f.clip, f.hadamard, self.layout, f.share)
 
     def multiply(self, operand: tuple[Tensor, ...], tokens: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What `quantize` (or a fused form of it) returned for M tokens -> dtype [M, N]."""
@@ -102,7 +101,7 @@ def prepare_linear(
         integer = prepare_weight_integer(qweight, w_scale, w_zero, inputs.block_bits)
         return PreparedLinear(layout, integer, inputs)
     if layout == "sm_90":
-        sm90 = prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits, inputs.share)
+        sm90 = prepare_weight_sm90(qweight, w_scale, w_zero, inputs.block_bits)
         return PreparedLinear(layout, sm90, inputs)
     if inputs.share == TOKEN:
         count_int8_blocks(inputs.block_bits)  # checks that they come first

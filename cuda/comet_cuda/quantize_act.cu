@@ -9,8 +9,6 @@
 // OUT (0 canonical; 1 tiled for sm_90, see weight_layout.py; 2 tiled for sm_80, 3 portable, see weight_layout_sm80.py),
 // VECTOR (1: K is a multiple of 4 and every row is aligned to 4 elements; 0: any),
 // STAGE (1; 0: rows do not fit in shared memory, gather from global memory),
-// SHARE (1: every block has its own scale; 4: the INT4 blocks of a quad share theirs up to powers of two; the four
-// blocks of a warp are one quad),
 // THREADS a cta and MIN_CTAS a multiprocessor (bounds of registers).
 #include "comet/codes.cuh"
 #include "comet/quantize_scale.cuh"
@@ -219,13 +217,12 @@ struct Destination {
 
 // One token's codes of one block -> memory.
 template <bool kInt4>
-__device__ __forceinline__ void store_codes(const Params& p, const Destination& to, int t, const uint32_t (&pairs)[kSlots / 2],
-                                            uint32_t factor) {
+__device__ __forceinline__ void store_codes(const Params& p, const Destination& to, int t, const uint32_t (&pairs)[kSlots / 2]) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const uint32_t low = pairs[2 * q], high = pairs[2 * q + 1];
 #if OUT == 1
-    to.store_word<kInt4>(p, t, q, kInt4 ? e4m3_of(low, high, factor) : bytes_of<kInt4>(low, high));
+    to.store_word<kInt4>(p, t, q, kInt4 ? e4m3_of(low, high) : bytes_of<kInt4>(low, high));
 #else
     to.store_word<kInt4>(p, t, q, bytes_of<kInt4>(low, high));
 #endif
@@ -250,12 +247,6 @@ __device__ __forceinline__ float block_largest(const float (&v)[kJoint][kSlots],
   return block_max(fmaxf(odd ? own[kJoint - 1] : own[0], other), 2);
 }
 
-// The sum over the four blocks of the warp.
-__device__ __forceinline__ float sum_of_quad(float ratio) {
-  const float sum = __fadd_rn(ratio, __shfl_xor_sync(kWarp, ratio, kLanesPerBlock)); // blocks 0 + 1 and 2 + 3
-  return __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, 2 * kLanesPerBlock));
-}
-
 // One block of all tokens of the cta. All blocks of the warp are taken as INT4 or as INT8; those of the other kind (in
 // the warp on the border) are computed for nothing and not stored.
 template <bool kInt4>
@@ -277,11 +268,6 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
   const bool mine = block.is_int4 == kInt4 && exists;
   // scale = absmax * per_absmax; for clip in (0, 1] the quotient is exact without the general division
   float per_absmax = kInt4 ? divide(block.clip, 7.f, 1.f / 7.f) : divide(block.clip, 127.f, 1.f / 127.f);
-  float inverse_count = 1.f;
-  if (kInt4 && SHARE == 4) {
-    per_absmax = __fdiv_rn(block.clip, __fmul_rn(7.f, unit_of(p, block_index)));
-    inverse_count = inverse_of(__popc(__ballot_sync(kWarp, mine)) / kLanesPerBlock);
-  }
   asm volatile("" : "+f"(per_absmax)); // here, once, and not again for every token
   const bool quick = kInt4 && __all_sync(kWarp, block.clip >= kQuickClip || !mine);
   constexpr bool kRotated = HADAMARD && kInt4;
@@ -303,18 +289,14 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
     float largest = block_largest(v, at);
     if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
     const float ratio = __fmul_rn(largest, per_absmax);
-    Scale scale;
-    if (kInt4 && SHARE == 4)
-      scale = shared_scale(sum_of_quad(mine ? ratio : 0.f), mine ? ratio : 0.f, unit_of(p, block_index), inverse_count);
-    else
-      scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
-    const bool usual = scale.divisor >= kQuickTiny && scale.divisor <= kQuickHuge;
-    const float steps = usual ? reciprocal_of(scale.divisor) * kStep : kUnusual;
+    const float scale = ratio > 0.f ? ratio : 1.f;
+    const bool usual = scale >= kQuickTiny && scale <= kQuickHuge;
+    const float steps = usual ? reciprocal_of(scale) * kStep : kUnusual;
 
     uint32_t sums[kJoint];
 #pragma unroll
     for (int t = 0; t < kJoint; ++t) {
-      const float divisor = Lane::of_token(scale.divisor, t);
+      const float divisor = Lane::of_token(scale, t);
       uint32_t pairs[kSlots / 2];
       if (kInt4) {
         const float by = Lane::of_token(steps, t);
@@ -326,19 +308,15 @@ __device__ __forceinline__ void quantize_block(const Params& p, const char* shar
         exact_codes<8>(v[t], factor, divisor, pairs);
       }
       sums[t] = halves_sum(pairs);
-      uint32_t e4m3 = e4m3_factor(4);
-      if (kInt4 && OUT == 1 && SHARE == 4) e4m3 = __float_as_uint(Lane::of_token(__uint_as_float(e4m3_factor(scale.e)), t));
-      if (mine && (OUT == 1 || token0 + t0 + t < p.M))
-        store_codes<kInt4>(p, to, t0 + t, pairs, e4m3);
+      if (mine && (OUT == 1 || token0 + t0 + t < p.M)) store_codes<kInt4>(p, to, t0 + t, pairs);
     }
-    float meta = scale.stored;
+    float meta = scale;
 #if OUT != 0
     uint32_t total = kJoint == 1 ? (sums[0] & 0xFFFFu) + (sums[0] >> 16)
                                  : __byte_perm(sums[0], sums[kJoint - 1], 0x5410) + __byte_perm(sums[0], sums[kJoint - 1], 0x7632);
     total = block_sum(total);
     if (kJoint == 2) total = __byte_perm(total, 0, at.token() ? 0x4432 : 0x4410);
-    float sum = unbiased<kInt4>(total);
-    if (kInt4 && OUT == 1 && SHARE == 4) sum *= __int_as_float((131 - scale.e) << 23);
+    const float sum = unbiased<kInt4>(total);
     if (at.lane >= kJoint) meta = sum;
 #endif
     if (mine && at.lane < (OUT == 0 ? kJoint : 2 * kJoint) && (OUT == 1 || token0 + t0 + at.token() < p.M))

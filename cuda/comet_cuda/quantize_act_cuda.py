@@ -21,7 +21,7 @@ from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
-from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act_ref, quantize_quads
+from comet_cuda.quantize_act import TOKEN, quantize_act_ref, wrong_share
 from comet_cuda.weight_layout import ATOM, ATOM_BYTES, META_FLOATS, tile_activations_sm90, token_atoms
 from comet_cuda.weight_layout_sm80 import tile_activations_sm80
 
@@ -31,17 +31,14 @@ ELEMENTS = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16:
 ELEMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 FUSE = {"none": 0, "rms_norm": 1, "silu_mul": 2}
 LAYOUTS = {"canonical": 0, "sm_90": 1, "sm_80": 2, "portable": 3}
-SHARES = (1, QUAD)  # blocks that share a scale up to powers of two
 THREADS = 256  # a cta
 MIN_CTAS = {2: 4, 4: 3, 8: 2}  # bytes of a gathered word -> ctas of 256 threads that registers must allow
 RESERVED_SHARED = 1024  # bytes of a cta's shared memory that rows leave: the system's, and the norm's partial sums
 PERM_ALIGNMENT = 512  # bytes, one block of indices; what torch's allocator gives
 MOST_CODES = 1 << 33  # the kernel's indices of scales have 32 bits
 DEFAULT_SHARED = 99 * 1024  # bytes a cta may use where torch does not say
-QUANTIZE_ARGUMENTS = (
-    'Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard, str layout="sm_90", int share=1, Tensor? unit=None'
-)
-_PARAMS = struct.Struct("<10Q3if")  # Params of quantize_act.cu
+QUANTIZE_ARGUMENTS = 'Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard, str layout="sm_90", int share=1'
+_PARAMS = struct.Struct("<9Q3if")  # Params of quantize_act.cu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +61,6 @@ def kernel_defines(
     vector: bool,
     stage: bool,
     threads: int = THREADS,
-    share: int = 1,
 ) -> dict[str, int | str]:
     """The preprocessor definitions of one configuration of quantize_act.cu."""
     return {
@@ -75,7 +71,6 @@ def kernel_defines(
         "OUT": LAYOUTS[layout],
         "VECTOR": int(vector),
         "STAGE": int(stage),
-        "SHARE": share,
         "THREADS": threads,
         "MIN_CTAS": (MIN_CTAS[tokens * ELEMENT_BYTES[dtype]] - (fuse != "none" or not stage)) * THREADS // threads,
     }
@@ -92,14 +87,10 @@ def configurations(layout: str) -> list[Configuration]:
                 for fuse, target in (
                     ("none", "canonical"), ("none", layout), ("rms_norm", layout), ("silu_mul", layout)
                 ):  # fmt: skip
-                    for share in SHARES:
-                        found.append(
-                            kernel_defines(dtype, tokens, hadamard, fuse, target, vector, True, threads, share)
-                        )
+                    found.append(kernel_defines(dtype, tokens, hadamard, fuse, target, vector, True, threads))
             for vector in (False, True):
                 for target in ("canonical", layout):
-                    for share in SHARES:
-                        found.append(kernel_defines(dtype, 1, hadamard, "none", target, vector, False, THREADS, share))
+                    found.append(kernel_defines(dtype, 1, hadamard, "none", target, vector, False))
     return [Configuration(SOURCE, defines, OPTIONS) for defines in found]
 
 
@@ -138,8 +129,8 @@ def _bound(
     gathered: bool,
 ) -> BoundLaunch:
     """The launch of one shape: all but the addresses. `aligned`: the rows' addresses modulo 16."""
-    if share not in (*SHARES, TOKEN):
-        raise CometError(f"quantize_act: share={share}", f"it is 1, {QUAD} or {TOKEN}: a scale a block, quad or token")
+    if share not in (1, TOKEN):
+        raise wrong_share(share)
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
         raise CometError(
             f"quantize_act: {rows} tokens of {channels} channels are more codes than 32-bit indices reach",
@@ -169,7 +160,7 @@ def _bound(
             return bind(quantize_many.SOURCE, defines, grid, 32 * many.warps, many.shared_bytes)
     few = quantize_few.plan_few(rows, channels, dtype, fuse, gathered, sms, shared_limit) if vector else None
     if few is not None:
-        defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share)
+        defines = few.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout])
         return bind(quantize_few.SOURCE, defines, (tiles, few.splits), few.threads, few.shared_bytes)
     plan = plan_launch(rows, channels, ELEMENT_BYTES[dtype], sms, shared_limit, vector)
     if fuse != "none" and not plan.stage:
@@ -177,13 +168,11 @@ def _bound(
             f"quantize_act fused with {fuse}: a row of {channels} {dtype} channels does not fit in shared memory",
             "call the norm or activation first, then quantize_act",
         )
-    defines = kernel_defines(dtype, plan.tokens, hadamard, fuse, layout, vector, plan.stage, plan.threads, share)
+    defines = kernel_defines(dtype, plan.tokens, hadamard, fuse, layout, vector, plan.stage, plan.threads)
     return bind(SOURCE, defines, (-(-tiles // plan.tokens), plan.splits), plan.threads, plan.shared_bytes)
 
 
-def _explain(
-    x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor, unit: Tensor | None
-) -> CometError:
+def _explain(x: Tensor, channels: int, perm: Tensor | None, block_bits: Tensor, clip: Tensor) -> CometError:
     """What is wrong with arguments that did not pass `launch`'s one-line check."""
     if x.dtype not in ELEMENTS:
         return CometError(f"quantize_act: x is {x.dtype}", "it must be float32, bfloat16 or float16")
@@ -192,7 +181,6 @@ def _explain(
         ("block_bits", block_bits, torch.uint8, blocks),
         ("clip", clip, torch.float32, blocks),
         ("perm", perm, torch.int32, channels),
-        ("unit", unit, torch.float32, blocks),
     ):
         if tensor is not None and (tensor.dtype != dtype or tensor.shape != (size,)):
             return CometError(
@@ -200,7 +188,7 @@ def _explain(
                 f"it must be {dtype} ({size},)",
             )
     return CometError(
-        f"quantize_act: x is on {x.device}, its permutation, bits, clip or unit are not, or not contiguous",
+        f"quantize_act: x is on {x.device}, its permutation, bits or clip are not, or not contiguous",
         "move them there",
     )
 
@@ -221,7 +209,6 @@ def launch(
     scale: Tensor,
     layout: str,
     share: int = 1,
-    unit: Tensor | None = None,
     fuse: str = "none",
     residual: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -243,11 +230,9 @@ def launch(
         and clip.get_device() == device
         and clip.is_contiguous()
         and (perm is None or (perm.dtype is torch.int32 and perm.numel() == channels and perm.get_device() == device))
-        and (unit is None or (unit.dtype is torch.float32 and unit.numel() == blocks and unit.get_device() == device))
         and (perm is None or perm.is_contiguous())
-        and (unit is None or unit.is_contiguous())
     ):
-        raise _explain(x, channels, perm, block_bits, clip, unit)
+        raise _explain(x, channels, perm, block_bits, clip)
     if rows == 0:
         return
     x_at = x.data_ptr()
@@ -264,7 +249,7 @@ def launch(
         perm_at = perm.data_ptr()
     bound(
         x_at, residual_at, out_at, weight_at, perm_at, block_bits.data_ptr(), clip.data_ptr(),
-        0 if unit is None else unit.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels, blocks, eps,
+        codes.data_ptr(), scale.data_ptr(), rows, channels, blocks, eps,
     )  # fmt: skip
 
 
@@ -282,14 +267,13 @@ def quantize_act_gpu(
     clip: Tensor,
     hadamard: bool,
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act` on CUDA tensors."""
-    if not quantize_token_plan.has_kernel(x, "canonical", share, unit):
-        return quantize_act_ref(x, perm, block_bits, clip, hadamard, share, unit)
+    if not quantize_token_plan.has_kernel(x, "canonical", share):
+        return quantize_act_ref(x, perm, block_bits, clip, hadamard, share)
     x = as_rows(x, "quantize_act")
     codes, scale = _empty(x.shape[0], block_bits.numel(), "canonical").on(x.get_device())
-    launch(x, perm, block_bits, clip, hadamard, codes, scale, "canonical", share, unit)
+    launch(x, perm, block_bits, clip, hadamard, codes, scale, "canonical", share)
     return codes, scale
 
 
@@ -326,20 +310,19 @@ def quantize_act_tiled_ref(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act`, then the tiled form of one architecture.
 
     Args:
-        x, perm, block_bits, clip, hadamard, share, unit: as in `quantize_act`.
+        x, perm, block_bits, clip, hadamard, share: as in `quantize_act`.
         layout: "sm_90" (weight_layout.py), "sm_80" or "portable" (weight_layout_sm80.py).
 
     Returns:
         codes and meta in that layout; meta holds each token's scale and the sum of its codes in the block.
     """
-    codes, scale, quad = quantize_quads(x, perm, block_bits, clip, hadamard, share, unit)
+    codes, scale = quantize_act_ref(x, perm, block_bits, clip, hadamard, share)
     if layout == "sm_90":
-        return tile_activations_sm90(codes, scale, block_bits, quad)
+        return tile_activations_sm90(codes, scale, block_bits)
     tiled_shapes(0, 0, layout)  # raises for a layout that there is not
     return tile_activations_sm80(codes, scale, block_bits, portable=layout == "portable")
 
@@ -352,14 +335,13 @@ def quantize_act_tiled_gpu(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`quantize_act_tiled_ref` on CUDA tensors."""
-    if not quantize_token_plan.has_kernel(x, layout, share, unit):
-        return quantize_act_tiled_ref(x, perm, block_bits, clip, hadamard, layout, share, unit)
+    if not quantize_token_plan.has_kernel(x, layout, share):
+        return quantize_act_tiled_ref(x, perm, block_bits, clip, hadamard, layout, share)
     x = as_rows(x, "quantize_act_tiled")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
-    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit)
+    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share)
     return codes, meta
 
 
@@ -371,7 +353,6 @@ def tiled_fake(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Shapes and types of `quantize_act_tiled`, for tracing."""
     codes, meta = tiled_shapes(x.shape[0], block_bits.shape[0], layout)
@@ -391,10 +372,9 @@ def quantize_act_tiled(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op behind `quantize_act_tiled_ref`, same arguments and results, on whatever device x is on."""
     if is_plain_cuda(x):
-        return quantize_act_tiled_gpu(x, perm, block_bits, clip, hadamard, layout, share, unit)
-    codes, meta = torch.ops.comet.quantize_act_tiled(x, perm, block_bits, clip, hadamard, layout, share, unit)
+        return quantize_act_tiled_gpu(x, perm, block_bits, clip, hadamard, layout, share)
+    codes, meta = torch.ops.comet.quantize_act_tiled(x, perm, block_bits, clip, hadamard, layout, share)
     return codes, meta

@@ -15,57 +15,32 @@ using namespace comet;
 
 constexpr int kWarps = THREADS / 32;
 static_assert(VECTOR, "see the definitions");
-static_assert(kWarps % 4 == 0, "the blocks of a quad are neighbours in a cta");
 
 __device__ __forceinline__ bool has_int4(const Params& p, int block) { return p.bits[min(block, p.NB - 1)] == 4; }
 
-// The scale of the warp's block. With SHARE == 4 all warps of the cta come here together.
-__device__ __forceinline__ Scale scale_of(const Params& p, int block, const Block& info, float largest) {
-  Scale scale;
-  scale.e = 4;
-  float ratio = __fmul_rn(largest, info.is_int4 ? divide(info.clip, 7.f, 1.f / 7.f) : divide(info.clip, 127.f, 1.f / 127.f));
-  scale.stored = scale.divisor = ratio > 0.f ? ratio : 1.f;
-  if constexpr (SHARE == 4) {
-    __shared__ float ratios[kWarps];
-    const int warp = threadIdx.x / 32;
-    const bool mine = info.is_int4 && block < p.NB;
-    const float unit = unit_of(p, block);
-    ratio = mine ? __fmul_rn(largest, __fdiv_rn(info.clip, __fmul_rn(7.f, unit))) : 0.f;
-    __syncthreads(); // the last round's ratios have been read
-    ratios[warp] = mine ? ratio : -1.f;
-    __syncthreads();
-    float quad[4];
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      quad[i] = ratios[warp / 4 * 4 + i];
-      count += quad[i] >= 0.f;
-      quad[i] = fmaxf(quad[i], 0.f);
-    }
-    const float sum = __fadd_rn(__fadd_rn(quad[0], quad[1]), __fadd_rn(quad[2], quad[3]));
-    if (mine) scale = shared_scale(sum, ratio, unit, inverse_of(count));
-  }
-  return scale;
+// The scale of a block.
+__device__ __forceinline__ float scale_of(const Block& info, float largest) {
+  const float ratio = __fmul_rn(largest, info.is_int4 ? divide(info.clip, 7.f, 1.f / 7.f) : divide(info.clip, 127.f, 1.f / 127.f));
+  return ratio > 0.f ? ratio : 1.f;
 }
 
 // Codes, scale and sum of the warp's block -> memory.
 __device__ __forceinline__ void store_block(const Params& p, int token, int block, int lane, bool is_int4, const uint32_t (&codes)[4],
-                                            const Scale& scale, float sum) {
+                                            float scale, float sum) {
   uint32_t bytes = bytes_of_codes(codes);
 #if OUT == 1
   const int atoms = (p.M + 7) / 8, row = token % 8;
   const size_t atom = size_t(block) * atoms + token / 8;
   if (is_int4) {
-    const float power = __int_as_float((131 - scale.e) << 23); // 2^(4 - e)
     float q[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) q[i] = __fmul_rn(__fsub_rn(__uint_as_float(codes[i]), kRound), power);
+    for (int i = 0; i < 4; ++i) q[i] = __fsub_rn(__uint_as_float(codes[i]), kRound);
     bytes = e4m3_of(q[0], q[1]) | uint32_t(e4m3_of(q[2], q[3])) << 16;
   }
   *reinterpret_cast<uint32_t*>(static_cast<char*>(p.codes) + atom * 1024 + row * 128 + ((4 * lane) ^ (16 * row))) = bytes;
-  if (lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * lane] = lane == 0 ? scale.stored : sum;
+  if (lane < 2) p.scale[atom * 16 + 4 * (row / 2) + row % 2 + 2 * lane] = lane == 0 ? scale : sum;
 #else
-  store_plain(p, token, block, lane, is_int4, bytes, scale.stored, sum);
+  store_plain(p, token, block, lane, is_int4, bytes, scale, sum);
 #endif
 }
 
@@ -116,14 +91,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_few(con
     if (rotated) hadamard_in_warp(v, lane);
     const float own = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
     const float largest = __uint_as_float(__reduce_max_sync(kWarp, __float_as_uint(own))); // ordered as integers
-    const Scale scale = scale_of(p, block, info, __fmul_rn(largest, factor));
+    const float scale = scale_of(info, __fmul_rn(largest, factor));
     uint32_t codes[4];
-    codes_of(v, factor, scale.divisor, info.is_int4 ? 7.f : 127.f, codes);
+    codes_of(v, factor, scale, info.is_int4 ? 7.f : 127.f, codes);
     float sum = 0.f;
-    if constexpr (OUT != 0) {
-      sum = sum_of_codes(codes);
-      if (OUT == 1 && SHARE == 4 && info.is_int4) sum *= __int_as_float((131 - scale.e) << 23);
-    }
+    if constexpr (OUT != 0) sum = sum_of_codes(codes);
     if (block < p.NB && (OUT == 1 || token < p.M)) store_block(p, token, block, lane, info.is_int4, codes, scale, sum);
     block += gridDim.y * kWarps;
     if (block < p.NB) info.load(p, block, lane, has_int4(p, block));

@@ -32,11 +32,11 @@ class FewPlan:
     batch: int
     shared_bytes: int
 
-    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: int, layout: int, share: int) -> dict[str, int | str]:
+    def defines(self, dtype: torch.dtype, hadamard: bool, fuse: int, layout: int) -> dict[str, int | str]:
         """The preprocessor definitions of quantize_few.cu; fuse and layout as its numbers."""
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "HADAMARD": int(hadamard), "FUSE": fuse,
-            "OUT": layout, "SHARE": share, "GATHER": int(self.gather), "BATCH": self.batch, "THREADS": self.threads,
+            "OUT": layout, "GATHER": int(self.gather), "BATCH": self.batch, "THREADS": self.threads,
             "MIN_CTAS": MIN_CTAS[self.gather],
         }  # fmt: skip
 
@@ -67,16 +67,15 @@ def plan_few(
 
 def configurations(family: str) -> list[Configuration]:
     """Every way that quantize_few.cu is compiled on a GPU family (its name is that of its activations' layout)."""
-    from comet_cuda.quantize_act_cuda import FUSE, LAYOUTS, SHARES
+    from comet_cuda.quantize_act_cuda import FUSE, LAYOUTS
 
     plans = [FewPlan(False, DIRECT_THREADS, 1, BATCHES[0], 0)]
     plans += [FewPlan(True, GATHER_THREADS, 1, batch, 0) for batch in BATCHES]
     return [
-        Configuration(SOURCE, plan.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout], share), OPTIONS)
+        Configuration(SOURCE, plan.defines(dtype, hadamard, FUSE[fuse], LAYOUTS[layout]), OPTIONS)
         for plan in plans
         for fuse, layout in (("none", "canonical"), ("none", family), ("rms_norm", family), ("silu_mul", family))
         if plan.gather or fuse != "rms_norm"
         for dtype in ELEMENTS
         for hadamard in (False, True)
-        for share in SHARES
     ]

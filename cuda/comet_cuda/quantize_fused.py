@@ -31,7 +31,6 @@ def rms_norm_quantize_ref(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm (after an optional residual add), then `quantize_act_tiled`.
 
@@ -44,7 +43,7 @@ def rms_norm_quantize_ref(
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-    codes, meta = quantize_act_tiled_ref(normed.to(x.dtype), perm, block_bits, clip, hadamard, layout, share, unit)
+    codes, meta = quantize_act_tiled_ref(normed.to(x.dtype), perm, block_bits, clip, hadamard, layout, share)
     return codes, meta, x.new_empty(0) if residual is None else summed
 
 
@@ -80,15 +79,14 @@ def rms_norm_quantize_gpu(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_ref` on CUDA tensors."""
-    if not has_kernel(x, layout, share, unit):
-        return rms_norm_quantize_ref(x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share, unit)
+    if not has_kernel(x, layout, share):
+        return rms_norm_quantize_ref(x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share)
     x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
     norm = ("rms_norm", residual, summed, weight, eps)
-    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, *norm)
+    launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, *norm)
     return codes, meta, x.new_empty(0) if summed is None else summed
 
 
@@ -100,12 +98,11 @@ def silu_mul_quantize_ref(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """SiLU(gate) * up of x = [gate | up], float [M, 2K], then `quantize_act_tiled` of the [M, K] product."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = torch.nn.functional.silu(gate) * up
-    return quantize_act_tiled_ref(product, perm, block_bits, clip, hadamard, layout, share, unit)
+    return quantize_act_tiled_ref(product, perm, block_bits, clip, hadamard, layout, share)
 
 
 def silu_mul_quantize_gpu(
@@ -116,14 +113,13 @@ def silu_mul_quantize_gpu(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`silu_mul_quantize_ref` on CUDA tensors."""
-    if not has_kernel(gate_up, layout, share, unit):
-        return silu_mul_quantize_ref(gate_up, perm, block_bits, clip, hadamard, layout, share, unit)
+    if not has_kernel(gate_up, layout, share):
+        return silu_mul_quantize_ref(gate_up, perm, block_bits, clip, hadamard, layout, share)
     gate_up = as_rows(gate_up, "silu_mul_quantize")
     codes, meta = empty_tiled(gate_up, block_bits.numel(), layout)
-    launch(gate_up, perm, block_bits, clip, hadamard, codes, meta, layout, share, unit, "silu_mul")
+    launch(gate_up, perm, block_bits, clip, hadamard, codes, meta, layout, share, "silu_mul")
     return codes, meta
 
 
@@ -138,7 +134,6 @@ def _rms_norm_fake(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes, meta = tiled_fake(x, perm, block_bits, clip, hadamard, layout)
     return codes, meta, x.new_empty(0) if residual is None else torch.empty_like(x)
@@ -168,10 +163,9 @@ def rms_norm_quantize(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op behind `rms_norm_quantize_ref`, same arguments and results, on whatever device x is on."""
-    arguments = (x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share, unit)
+    arguments = (x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share)
     if is_plain_cuda(x):
         return rms_norm_quantize_gpu(*arguments)
     codes, meta, summed = torch.ops.comet.rms_norm_quantize(*arguments)
@@ -186,10 +180,9 @@ def silu_mul_quantize(
     hadamard: bool,
     layout: str = "sm_90",
     share: int = 1,
-    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The op behind `silu_mul_quantize_ref`, same arguments and results, on whatever device gate_up is on."""
-    arguments = (gate_up, perm, block_bits, clip, hadamard, layout, share, unit)
+    arguments = (gate_up, perm, block_bits, clip, hadamard, layout, share)
     if is_plain_cuda(gate_up):
         return silu_mul_quantize_gpu(*arguments)
     codes, meta = torch.ops.comet.silu_mul_quantize(*arguments)

@@ -272,7 +272,7 @@ __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& pl
     for (int half = 0; half < 2; ++half) {
       const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
       total += low + high; // at most 32 * 255 in each half
-      words[half] = kInt4 ? e4m3_of(low, high, e4m3_factor(4)) : bytes_of<kInt4>(low, high);
+      words[half] = kInt4 ? e4m3_of(low, high) : bytes_of<kInt4>(low, high);
     }
     if (mine) at.store(q, words);
   }

@@ -10,7 +10,7 @@
 // their block's multiple; `scale` f32 [A * 8], the token's scale; `multiples`, of INT8 blocks alone, because codes of INT4
 // blocks hold theirs. With OUT 0, 2 and 3: what quantize_act.cu writes, for every other GEMM, whose scales are a block's.
 //
-// Definitions: as for warp_row.cuh, with SHARE 1; ROUNDS (blocks a warp takes), KEEP; CLUSTER (ctas a token, and
+// Definitions: as for warp_row.cuh; ROUNDS (blocks a warp takes), KEEP; CLUSTER (ctas a token, and
 // gridDim.y); THREADS is the most that a cta may have and MIN_CTAS how many ctas a multiprocessor's registers must allow.
 #define CTA_THREADS int(blockDim.x)
 #include "comet/cluster.cuh"

@@ -38,7 +38,7 @@ from comet_cuda.quantize_token_ref import (
     token_shapes,
 )
 
-_PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
+_PARAMS = struct.Struct("<9Q3ifQi4x")  # TokenParams of quantize_token.cu
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,7 +140,7 @@ def launch(
         perm = perm if perm.data_ptr() % PERM_ALIGNMENT == 0 else perm.clone()
     bound(
         x_at, residual_at, out_at, weight_at, 0 if perm is None else perm.data_ptr(), 0,
-        clip.data_ptr(), 0, codes.data_ptr(), scale.data_ptr(), rows, channels,
+        clip.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels,
         blocks, eps, multiples.data_ptr(), int8_blocks,
     )  # fmt: skip
     return codes, multiples, scale

@@ -44,7 +44,7 @@ class TokenPlan:
         """The preprocessor definitions of quantize_token.cu; out: 1 for the integer GEMM, or as in LAYOUTS."""
         wide = self.warps > FEW_WARPS or self.cluster > 1
         return {
-            "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": int(self.vector), "STAGE": 1, "OUT": out, "SHARE": 1,
+            "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": int(self.vector), "STAGE": 1, "OUT": out,
             "HADAMARD": int(hadamard), "FUSE": FUSES.index(fuse), "GATHER": int(self.gather),
             "ROUNDS": max(1, self.rounds), "CLUSTER": self.cluster, "KEEP": int(self.rounds > 0),
             "BATCH": min(MOST_BATCH, self.cluster * self.rounds or MOST_BATCH),
@@ -101,11 +101,11 @@ def plan_plain(
     return plan
 
 
-def has_kernel(x: Tensor, layout: str, share: int, unit: Tensor | None) -> bool:
+def has_kernel(x: Tensor, layout: str, share: int) -> bool:
     """Whether a kernel quantizes so. With one scale a token none takes float32 (packing and evaluation, where time is
-    elsewhere) or writes for the sm_90 GEMM with a scale a block (quantize_token serves the other); units are refused.
+    elsewhere) or writes for the sm_90 GEMM with a scale a block (quantize_token serves the other).
     """
-    return share != TOKEN or (x.dtype is not torch.float32 and layout != "sm_90" and unit is None)
+    return share != TOKEN or (x.dtype is not torch.float32 and layout != "sm_90")
 
 
 def configurations(family: str) -> list[Configuration]:

@@ -35,7 +35,7 @@ def check_blocks(channels: int, int8_blocks: int) -> None:
     if channels > MOST_CHANNELS:
         raise CometError(
             f"one scale a token: {channels} channels, whose sums of products could exceed 32 bits",
-            f"it takes up to {MOST_CHANNELS} channels; quantize this model with activations.share 1 or 4",
+            f"it takes up to {MOST_CHANNELS} channels; quantize this model with activations.share 1",
         )
     if not 0 <= int8_blocks <= num_blocks(channels):
         raise CometError(f"int8_blocks is {int8_blocks}", f"{channels} channels have {num_blocks(channels)} blocks")

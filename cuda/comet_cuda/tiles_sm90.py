@@ -19,11 +19,8 @@ from comet_cuda.jit import CompiledKernel, compile_kernel
 from comet_cuda.weight_layout import ROW_TILE, record_bytes
 
 SOURCE = "w4ax_gemm_sm90.cu"
-UNITS_SOURCE = "w4ax_gemm_units_sm90.cu"  # for many tokens
 ARCH = "sm_90a"
 TABLE = Path(__file__).with_name("tiles_sm90.json")
-FACTOR_SLOTS = 4  # of gemm_units_sm90.cuh
-ZERO_BYTES = 8192  # a row tile's zero points of 32 blocks, as halves
 SHARED_LIMIT = 232448  # bytes a cta may use: 227 KB
 OUT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -41,23 +38,12 @@ class Tiles:
     batch: int = 1  # blocks a warpgroup works on between two drains: 1, 2 or 4
     flight: int = 2  # products of a warpgroup under way at once
     zero_product: int = 0  # 1: zero points as one more matrix product, for large tiles
-    token_tiles: int = 1  # of `tokens`, a warpgroup: more than one in the kernel with units, which takes zero_product
-    share: int = 1  # 4: only for activations whose scales are shared in quads (units)
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
 
     @property
-    def source(self) -> str:
-        return UNITS_SOURCE if self.units else SOURCE
-
-    @property
-    def units(self) -> bool:
-        """Is it the kernel whose sums stand in units of activation scales?"""
-        return self.token_tiles > 1
-
-    @property
     def tile_tokens(self) -> int:
-        return self.tokens * self.token_tiles
+        return self.tokens
 
     @property
     def threads(self) -> int:
@@ -66,8 +52,7 @@ class Tiles:
     @property
     def consumer_registers(self) -> int:
         """What the register file leaves each consumer thread, in steps of 8, when producers keep what they need."""
-        producer = (56 if self.tile_tokens <= 192 else 40) if self.units else 32
-        return min(240, (self._registers_per_lane - producer) // self.row_wgs // 8 * 8)
+        return min(240, (self._registers_per_lane - 32) // self.row_wgs // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
@@ -79,23 +64,17 @@ class Tiles:
         return 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
 
     def stage_bytes(self, has_zero: bool) -> int:
-        record = record_bytes(has_zero and not self.units)
-        size = self.tile_tokens * (BLOCK + 8) + self.row_wgs * self.row_tiles * record
+        size = self.tokens * (BLOCK + 8) + self.row_wgs * self.row_tiles * record_bytes(has_zero)
         return -(-size // 1024) * 1024
 
     def shared_bytes(self, has_zero: bool) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
         ring = self.stage_bytes(has_zero) * self.stages + 1024 + 16 * (self.stages + 2)
-        if not self.units:
-            return ring + 2 * self.tokens * BLOCK * self.zero_product
-        terms, factors = self.tile_tokens * BLOCK, FACTOR_SLOTS * (4 * self.tile_tokens + 16)
-        zeros = ZERO_BYTES * self.row_wgs * self.row_tiles
-        return ring + terms + factors + zeros
+        return ring + 2 * self.tokens * BLOCK * self.zero_product
 
     def defines(self, has_zero: bool, out_dtype: torch.dtype) -> dict[str, int | str]:
-        """Preprocessor definitions of `source`."""
-        more: dict[str, int | str] = {"TOKEN_TILES": self.token_tiles, "SHARE": self.share}
-        return (more if self.units else {}) | {
+        """Preprocessor definitions of SOURCE."""
+        return {
             "TOKENS": self.tokens,
             "ROW_WGS": self.row_wgs,
             "CLUSTER": self.cluster,
@@ -113,7 +92,7 @@ class Tiles:
 
     def kernel(self, has_zero: bool, out_dtype: torch.dtype) -> CompiledKernel:
         """Compile this variant, or find it in the cache."""
-        return compile_kernel(self.source, Path(self.source).stem, ARCH, self.defines(has_zero, out_dtype))
+        return compile_kernel(SOURCE, Path(SOURCE).stem, ARCH, self.defines(has_zero, out_dtype))
 
 
 @dataclass(frozen=True)
@@ -133,25 +112,18 @@ def tile_table() -> tuple[dict[str, int], ...]:
     return tuple(json.loads(TABLE.read_text())["rows"])
 
 
-def choose_tiles(tokens: int, rows: int, blocks: int, share: int = 1, sm_count: int = 132) -> Tiles:
-    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`); `share` as in TiledWeight.
-
-    A row with `min_fill` is for whole tiles, which must keep at least so many percent of the multiprocessors' time.
-    """
+def choose_tiles(tokens: int, rows: int, blocks: int) -> Tiles:
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
     for row in tile_table():
-        tiles = Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
-        plan = make_plan(tiles, tokens, rows, blocks, sm_count)
-        if row.get("share", 1) in (1, share) and fits(row, tokens, rows, blocks, plan, sm_count):
-            return tiles
+        if fits(row, tokens, rows, blocks):
+            return Tiles(**{name: row[name] for name in asdict(Tiles(8)) if name in row})
     raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
 
 
-def fits(row: Mapping[str, int], tokens: int, rows: int, blocks: int, plan: "Plan", sm_count: int) -> bool:
-    """Do a table row's limits hold for a problem, and do its tiles, `plan`'s, keep its `min_fill`?"""
-    size = {"max_tokens": tokens, "max_rows": rows, "max_blocks": blocks, "max_weights": rows * blocks * BLOCK}
-    count = plan.schedule[1]  # output tiles
-    filled = 100 * count >= row.get("min_fill", 0) * -(-count // sm_count) * sm_count
-    return filled and all(row.get(name, value) >= value for name, value in size.items())
+def fits(row: Mapping[str, int], tokens: int, rows: int, blocks: int) -> bool:
+    """Do a table row's limits hold for a problem?"""
+    size = {"max_tokens": tokens, "max_rows": rows, "max_weights": rows * blocks * BLOCK}
+    return all(row.get(name, value) >= value for name, value in size.items())
 
 
 class Dealt(Protocol):

@@ -110,13 +110,12 @@ def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) ->
     """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
     timed: list[tuple[float, IntegerTiles]] = []
     for row in integer_table():
-        tiles = IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
-        plan = make_plan(tiles, tokens, rows, blocks, sms)
-        if not fits(row, tokens, rows, blocks, plan, sms):
+        if not fits(row, tokens, rows, blocks):
             continue
+        tiles = IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
         if "step_ns" not in row:
             return tiles
-        waves = plan.schedule[1] / sms
+        waves = make_plan(tiles, tokens, rows, blocks, sms).schedule[1] / sms
         timed.append((row["start_ns"] + (waves if tiles.stream else ceil(waves)) * blocks * row["step_ns"], tiles))
     if not timed:
         raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")

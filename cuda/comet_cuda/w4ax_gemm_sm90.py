@@ -26,7 +26,6 @@ from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.weight_layout import (
     ATOM_BYTES,
     META_FLOATS,
-    QUAD,
     ROW_TILE,
     TERM_BLOCKS,
     record_bytes,
@@ -48,7 +47,6 @@ class TiledWeight:
     zero_terms: Tensor  # bf16 [R, ceil(NB / 32), 4, 128, 8]
     rows: int  # N
     int8_mask: tuple[int, ...]  # 32-bit words, bit b % 32 of word b // 32: block b holds INT8 activations
-    share: int = 1  # 4: its activations' INT4 scales are shared in quads (weight_layout.py); 1: each block has its own
 
 
 def int8_mask_words(block_bits: Tensor) -> tuple[int, ...]:
@@ -62,21 +60,16 @@ def int8_mask_words(block_bits: Tensor) -> tuple[int, ...]:
     return tuple(words)
 
 
-def prepare_weight_sm90(
-    qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor, share: int = 1
-) -> TiledWeight:
+def prepare_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None, block_bits: Tensor) -> TiledWeight:
     """Canonical 4-bit weights (see w4ax_gemm.py) -> the kernel's layout, on the same device.
 
     Args:
         qweight: uint8 [N, 64 * NB]; w_scale: bfloat16 [N, NB]; w_zero: uint8 [N, NB] or None; block_bits: uint8 [NB].
-        share: 4 where `quantize_act` shares INT4 scales in quads of blocks, else 1; the weights' bytes are the same.
     """
-    if share not in (1, QUAD):
-        raise CometError(f"share is {share}", f"activation scales belong to one block (1) or are shared by {QUAD}")
     records = tile_weight_sm90(qweight, w_scale, w_zero, block_bits)
     if records.is_cuda:
         workspace(records.device.index, for_graphs=True)  # allocated before any graph is captured
-    return TiledWeight(records, zero_terms_sm90(w_scale, w_zero), w_scale.shape[0], int8_mask_words(block_bits), share)
+    return TiledWeight(records, zero_terms_sm90(w_scale, w_zero), w_scale.shape[0], int8_mask_words(block_bits))
 
 
 class Workspace:
@@ -136,17 +129,14 @@ def _call(
     int8_mask: tuple[int, ...],
     out_dtype: torch.dtype,
     device: int,
-    share: int,
     tiles: Tiles | None,
 ) -> Call:
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
     chosen, has_zero = (
-        tiles or choose_tiles(tokens, rows, blocks, share, sm_count(device)),
+        tiles or choose_tiles(tokens, rows, blocks),
         record == record_bytes(True),
     )
-    if chosen.share not in (1, share):
-        raise CometError(f"{chosen} needs scales that are shared by {chosen.share} blocks", "prepare with this share")
     plan = make_plan(chosen, tokens, rows, blocks, sm_count(device))
     if plan.partial_floats > Workspace.FLOATS or plan.flags > Workspace.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
@@ -214,7 +204,6 @@ def launch(
     rows: int,
     int8_mask: Sequence[int],
     out_dtype: torch.dtype,
-    share: int = 1,
     tiles: Tiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
@@ -224,7 +213,7 @@ def launch(
     if tokens == 0 or rows == 0 or len(mask) != -(-blocks // 32) or blocks > 32 * MASK_WORDS:
         check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, mask)
         return weight.new_empty(tokens, rows, dtype=out_dtype)
-    call = _call(tokens, rows, blocks, record, mask, out_dtype, device, share, tiles)
+    call = _call(tokens, rows, blocks, record, mask, out_dtype, device, tiles)
     # The quick form of check_operands, which names the culprit.
     if not (
         (x_codes.shape, x_meta.shape, weight.shape, zero_terms.shape) == call.shapes
@@ -265,7 +254,6 @@ def w4ax_gemm_tiled_ref(
     rows: int,
     int8_mask: Sequence[int],
     out_dtype: torch.dtype,
-    share: int = 1,
 ) -> Tensor:
     """y = w4ax_gemm of tiled operands.
 
@@ -275,14 +263,13 @@ def w4ax_gemm_tiled_ref(
         bias: float [N] or None.
         tokens: M; rows: N; int8_mask: `TiledWeight.int8_mask`.
         out_dtype: bfloat16, float16 or float32.
-        share: `TiledWeight.share`, as the activations were tiled.
 
     Returns:
         out_dtype [M, N].
     """
     check_operands(x_codes, x_meta, weight, zero_terms, bias, tokens, rows, int8_mask)
     bits = torch.tensor([8 if int8_mask[b // 32] >> (b % 32) & 1 else 4 for b in range(weight.shape[1])])
-    codes, scale, _ = untile_activations_sm90(x_codes, x_meta, tokens, bits, share)
+    codes, scale, _ = untile_activations_sm90(x_codes, x_meta, tokens, bits)
     qweight, w_scale, w_zero = untile_weight_sm90(weight, rows, bits)
     return w4ax_gemm_ref(codes, scale, qweight, w_scale, w_zero, bits, bias, out_dtype)
 
@@ -297,14 +284,13 @@ def _fake(
     rows: int,
     int8_mask: Sequence[int],
     out_dtype: torch.dtype,
-    share: int = 1,
 ) -> Tensor:
     return weight.new_empty(tokens, rows, dtype=out_dtype)
 
 
 define_op(
     "w4ax_gemm_tiled(Tensor x_codes, Tensor x_meta, Tensor weight, Tensor zero_terms, Tensor? bias,"
-    " SymInt tokens, SymInt rows, int[] int8_mask, ScalarType out_dtype, int share=1) -> Tensor",
+    " SymInt tokens, SymInt rows, int[] int8_mask, ScalarType out_dtype) -> Tensor",
     w4ax_gemm_tiled_ref,
     _fake,
 )
@@ -324,7 +310,7 @@ def w4ax_gemm_tiled(
     Outside tracing, plain CUDA tensors skip the dispatcher, which costs as much as all the rest of a launch.
     """
     operands = (x_codes, x_meta, weight.records, weight.zero_terms, bias)
-    rest = (tokens, weight.rows, weight.int8_mask, out_dtype, weight.share)
+    rest = (tokens, weight.rows, weight.int8_mask, out_dtype)
     if type(x_codes) is Tensor and x_codes.is_cuda and not torch.compiler.is_compiling():
         return launch(*operands, *rest)
     y: Tensor = torch.ops.comet.w4ax_gemm_tiled(*operands, *rest)

@@ -10,9 +10,6 @@ read into a valid output and may hold anything.
   bit 7), INT8 blocks its two's complement byte.
 - `meta` f32 [NB, A, 16]: for t in 0..3 the four floats (scale of token 2t, scale of 2t + 1, sum of 2t, sum of 2t + 1),
   where sum is the sum of the block's 128 codes, an exact integer. One 16-byte load gives a thread all of an atom.
-- With scales shared in quads (`quad_scale`; blocks 4g .. 4g + 3 are a quad) an INT4 block's scale is S * 2^-e, S the
-  quad's. Its byte is e4m3 of the integer times 2^(4 - e), its stored sum likewise, its stored scale S * 2^-4: exact,
-  and the same products, but equal scales in a quad, which the GEMM can then apply once a quad.
 So a tile of n tokens of one block is n * 128 contiguous bytes of codes and n * 8 of meta, whatever n is.
 
 **Weights** (prepared once, at load). R = ceil(N / 64) row tiles; missing rows have code 0 and scale 0.
@@ -35,8 +32,6 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
-from comet_cuda.quantize_act import QUAD as QUAD
-from comet_cuda.quantize_act import QUAD_EXPONENTS as QUAD_EXPONENTS
 from comet_cuda.weight_grid import MOST_MULTIPLE, most_multiple
 
 ATOM = 8  # tokens in one swizzle atom
@@ -47,7 +42,6 @@ NIBBLE_BYTES = ROW_TILE * BLOCK // 2
 SCALE_BYTES = 2 * ROW_TILE
 TERM_BLOCKS = 32  # blocks in one zero-point product
 E4M3_SCALE = 512.0  # 2^9: a zero-extended nibble, read as e4m3, is code * 2^-9
-QUAD_SHIFT = 4  # codes are stored times 2^(4 - e), e in QUAD_EXPONENTS: both 7 * 2^6 and 2^-9, the ends of e4m3, occur
 
 _E4M3_OF_INT4 = tuple(
     (0x80 if q < 0 else 0) | (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50)[abs(q)] for q in range(-8, 8)
@@ -71,37 +65,12 @@ def _swizzle(device: torch.device) -> Tensor:
     return at ^ (token * 16)
 
 
-def quad_exponents(scale: Tensor, quad_scale: Tensor, block_bits: Tensor) -> Tensor:
-    """int32 [M, NB]: e of scale = S * 2^-e for INT4 blocks, 4 (a factor of 1) for INT8 blocks.
-
-    Args:
-        scale: float32 [M, NB]; quad_scale: float32 [M, ceil(NB / 4)], S; block_bits: uint8 [NB].
-
-    Raises CometError where a scale is no such multiple.
-    """
-    shared = quad_scale.repeat_interleave(QUAD, dim=1)[:, : scale.shape[1]]
-    is_int4 = (block_bits.to(scale.device) == 4)[None, :]
-    exponents = torch.where(is_int4, torch.frexp(shared).exponent - torch.frexp(scale).exponent, QUAD_SHIFT)
-    low, high = QUAD_EXPONENTS
-    wrong = (torch.ldexp(shared, -exponents) != scale) | (exponents < low) | (exponents > high)
-    if bool((wrong & is_int4).any()):
-        token, block = (wrong & is_int4).nonzero()[0].tolist()
-        raise CometError(
-            f"scale[{token}, {block}] = {scale[token, block].item()} with {shared[token, block].item()} for its quad",
-            f"scales of INT4 blocks must be the quad's times 2^-e, e in {low} .. {high}",
-        )
-    return exponents
-
-
-def tile_activations_sm90(
-    codes: Tensor, scale: Tensor, block_bits: Tensor, quad_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def tile_activations_sm90(codes: Tensor, scale: Tensor, block_bits: Tensor) -> tuple[Tensor, Tensor]:
     """Canonical activations -> what the sm_90a GEMM reads; the reference of the kernel that writes them.
 
     Args:
         codes: int8 [M, NB, 128], scale: float32 [M, NB]: what `quantize_act` returns.
         block_bits: uint8 [NB], 4 or 8.
-        quad_scale: float32 [M, ceil(NB / 4)] or None: S of each quad, for scales that are shared in quads.
 
     Returns:
         uint8 [NB, A, 1024] and float32 [NB, A, 16]; tokens that pad the last atom have code 0, scale 1, sum 0.
@@ -109,10 +78,7 @@ def tile_activations_sm90(
     tokens, blocks, _ = codes.shape
     atoms = token_atoms(tokens)
     is_int4 = (block_bits.to(codes.device) == 4)[None, :, None]
-    values, stored_scale = codes.float(), scale
-    if quad_scale is not None:
-        up = QUAD_SHIFT - quad_exponents(scale, quad_scale, block_bits)
-        values, stored_scale = torch.ldexp(values, up[..., None]), torch.ldexp(scale, -up)
+    values = codes.float()
     as_e4m3 = values.to(torch.float8_e4m3fn).view(torch.uint8)
     as_e4m3 = torch.where(codes == 0, 0, as_e4m3)  # no negative zero
     data = torch.where(is_int4, as_e4m3, codes.view(torch.uint8))
@@ -123,31 +89,27 @@ def tile_activations_sm90(
 
     meta = torch.zeros(2, atoms * ATOM, blocks, dtype=torch.float32, device=codes.device)
     meta[0] = 1.0
-    meta[0, :tokens], meta[1, :tokens] = stored_scale, values.sum(-1)
+    meta[0, :tokens], meta[1, :tokens] = scale, values.sum(-1)
     meta = meta.permute(2, 1, 0).reshape(blocks, atoms, ATOM // 2, 2, 2)  # [NB, A, pair, token of pair, kind]
     return tiled, meta.transpose(3, 4).reshape(blocks, atoms, META_FLOATS).contiguous()
 
 
 def untile_activations_sm90(
-    tiled: Tensor, meta: Tensor, tokens: int, block_bits: Tensor, share: int = 1
+    tiled: Tensor, meta: Tensor, tokens: int, block_bits: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse of `tile_activations_sm90`.
 
     Returns:
-        codes int8 [M, NB, 128], scale float32 [M, NB], sum float32 [M, NB]. With share 4 (scales shared in quads, whose
-        exponents are not stored) codes are float32, times the power of two with which they are stored.
+        codes int8 [M, NB, 128], scale float32 [M, NB], sum float32 [M, NB].
     """
     blocks, atoms, _ = tiled.shape
     natural = tiled[:, :, _swizzle(tiled.device)].view(blocks, atoms, ATOM, BLOCK)
     data = natural.permute(1, 2, 0, 3).reshape(atoms * ATOM, blocks, BLOCK)[:tokens].contiguous()
     is_int4 = (block_bits.to(tiled.device) == 4)[None, :, None]
-    if share == 1:
-        table = torch.full((256,), -128, dtype=torch.int8, device=tiled.device)  # no INT4 code: a wrong byte shows
-        integers = torch.arange(-8, 8, dtype=torch.int8, device=tiled.device)
-        table[torch.tensor(_E4M3_OF_INT4, device=tiled.device)] = integers
-        codes = torch.where(is_int4, table[data.long()], data.view(torch.int8))
-    else:
-        codes = torch.where(is_int4, data.view(torch.float8_e4m3fn).float(), data.view(torch.int8).float())
+    table = torch.full((256,), -128, dtype=torch.int8, device=tiled.device)  # no INT4 code: a wrong byte shows
+    integers = torch.arange(-8, 8, dtype=torch.int8, device=tiled.device)
+    table[torch.tensor(_E4M3_OF_INT4, device=tiled.device)] = integers
+    codes = torch.where(is_int4, table[data.long()], data.view(torch.int8))
     pairs = meta.view(blocks, atoms, ATOM // 2, 2, 2).transpose(3, 4).reshape(blocks, atoms * ATOM, 2)[:, :tokens]
     return codes, pairs[..., 0].T.contiguous(), pairs[..., 1].T.contiguous()
 

@@ -24,21 +24,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from integer_variants import IntegerProblem, integer_problems
-from unit_variants import candidates
+from integer_variants import IntegerProblem, integer_candidates, integer_problems
 
 from comet_cuda import w4ax_gemm_integer as integer
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.quantize_act import TOKEN
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.weight_layout import (
-    QUAD_EXPONENTS,
-    record_bytes,
-    tile_activations_sm90,
-    untile_weight_sm90,
-    zero_terms_sm90,
-)
+from comet_cuda.weight_layout import record_bytes, tile_activations_sm90, untile_weight_sm90, zero_terms_sm90
 
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {  # (N, K): fused qkv, o, fused gate_up (or fc1), down (or fc2)
     "llama-7b": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
@@ -67,24 +60,12 @@ def block_bits_for(blocks: int, fraction: float = INT4_FRACTION) -> torch.Tensor
     return bits
 
 
-def random_activations(
-    m: int, bits: torch.Tensor, share: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """int8 [M, NB, 128] and f32 [M, NB] on the GPU, and f32 [M, ceil(NB / 4)] where quads share scales.
-
-    Their exponents take all allowed values for few tokens, and those that usual activations have for many.
-    """
+def random_activations(m: int, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 [M, NB, 128] and f32 [M, NB] on the GPU."""
     wide = torch.randint(-127, 128, (m, len(bits), 128), dtype=torch.int8, device="cuda")
     narrow = torch.randint(-7, 8, wide.shape, dtype=torch.int8, device="cuda")
     codes = torch.where((bits == 4).cuda()[None, :, None], narrow, wide)
-    scale = torch.rand(m, len(bits), device="cuda") * 0.1 + 0.01
-    if share == 1:
-        return codes, scale, None
-    quad_scale = torch.rand(m, -(-len(bits) // 4), device="cuda") * 0.1 + 0.01
-    low, high = QUAD_EXPONENTS if m < 1000 else (-1, 1)
-    exponents = torch.randint(low, high + 1, scale.shape, device="cuda")
-    shared = quad_scale.repeat_interleave(4, 1)[:, : len(bits)] * torch.exp2(-exponents.float())
-    return codes, torch.where((bits == 4).cuda()[None], shared, scale), quad_scale
+    return codes, torch.rand(m, len(bits), device="cuda") * 0.1 + 0.01
 
 
 def random_records(rows: int, blocks: int, has_zero: bool) -> torch.Tensor:
@@ -117,21 +98,18 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}  # 
 def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options: Any) -> str:
     """Empty if right, else what is wrong. Output poisoned by construction of fresh memory; runs compared bit by bit."""
     has_zero, dtype = options.get("has_zero", True), options.get("dtype", torch.bfloat16)
-    share = options.get("share", 1)
-    codes, scale, quad_scale = random_activations(m, bits, share)
-    x, meta = tile_activations_sm90(codes, scale, bits, quad_scale)
+    x, meta = tile_activations_sm90(*random_activations(m, bits), bits)
     if m % 8:
         meta.view(len(bits), -1, 4, 2, 2)[:, -1].permute(0, 1, 3, 2).reshape(len(bits), 8, 2)[:, m % 8 :] = float("nan")
     records = random_records(rows, len(bits), has_zero)
     mask = gemm.int8_mask_words(bits)
     bias = torch.randn(rows, device="cuda") if options.get("bias") else None
     terms = terms_of(records, rows, bits)
-    want = gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32, share)
+    want = gemm.w4ax_gemm_tiled_ref(x, meta, records, terms, bias, m, rows, mask, torch.float32)
     poison = torch.full((m, rows), float("nan"), dtype=dtype, device="cuda")
     del poison  # the caching allocator hands this memory to the output
     runs = [
-        gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, share, tiles)
-        for _ in range(options.get("runs", 3))
+        gemm.launch(x, meta, records, terms, bias, m, rows, mask, dtype, tiles) for _ in range(options.get("runs", 3))
     ]
     torch.cuda.synchronize()
     error = error_of(runs[0], want)
@@ -143,12 +121,9 @@ def verify(m: int, rows: int, bits: torch.Tensor, tiles: Tiles | None, **options
 
 
 def exactness() -> list[str]:
-    """Worst-case integers with scales that are powers of two, float32 out: the sums must be the exact numbers.
-
-    With scales shared in quads, each of 16 tokens has one of the 16 exponents, subnormal e4m3 codes among them.
-    """
+    """Worst-case integers with scales of one, float32 out: the sums must be the exact numbers."""
     problems = []
-    exponents = torch.arange(QUAD_EXPONENTS[0], QUAD_EXPONENTS[1] + 1)[:, None].expand(16, 3)
+    tiles = Tiles(16)
     for bits_value, low, high in ((4, -7, 7), (8, -127, 127)):
         bits = torch.full((3,), bits_value, dtype=torch.uint8)
         for name, codes in (
@@ -161,21 +136,16 @@ def exactness() -> list[str]:
             zero = torch.randint(0, 16, (64, 3), dtype=torch.uint8)
             zero[:8], zero[8:16] = 0, 15
             ones = torch.ones(64, 3, dtype=torch.bfloat16)
-            units = [(share, Tiles(16, zero_product=1, token_tiles=2, share=share)) for share in (1, 4)]
-            for share, tiles in ((1, Tiles(16)), (4, Tiles(16)), *units):
-                scale = torch.exp2(-exponents.float()) if share == 4 and bits_value == 4 else torch.ones(16, 3)
-                want = w4ax_gemm_ref(codes, scale, weight, ones, zero, bits, None, torch.float32)
-                quad_scale = torch.ones(16, 1).cuda() if share == 4 else None
-                x, meta = tile_activations_sm90(codes.cuda(), scale.cuda(), bits, quad_scale)
-                tiled = gemm.prepare_weight_sm90(weight.cuda(), ones.cuda(), zero.cuda(), bits, share)
-                operands = (x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32)
-                y = gemm.launch(*operands, share, tiles)
-                wrong = int((y.cpu() != want).sum())
-                largest = want.abs().max().item()
-                case = f"{bits_value}-bit, {name}, share {share}, {short(tiles)}"
-                print(f"exact integers, {case}: {wrong} of {want.numel()} differ; max {largest:.0f}")
-                if wrong:
-                    problems.append(case)
+            scale = torch.ones(16, 3)
+            want = w4ax_gemm_ref(codes, scale, weight, ones, zero, bits, None, torch.float32)
+            x, meta = tile_activations_sm90(codes.cuda(), scale.cuda(), bits)
+            tiled = gemm.prepare_weight_sm90(weight.cuda(), ones.cuda(), zero.cuda(), bits)
+            operands = (x, meta, tiled.records, tiled.zero_terms, None, 16, 64, tiled.int8_mask, torch.float32)
+            wrong = int((gemm.launch(*operands, tiles).cpu() != want).sum())
+            case = f"{bits_value}-bit, {name}, {short(tiles)}"
+            print(f"exact integers, {case}: {wrong} of {want.numel()} differ; max {want.abs().max().item():.0f}")
+            if wrong:
+                problems.append(case)
     return problems
 
 
@@ -206,14 +176,12 @@ def check() -> int:
 class Problem:
     """Operands of one shape and batch, several sets, and its cuBLAS time."""
 
-    def __init__(self, m: int, n: int, k: int, has_zero: bool = True, share: int = 1) -> None:
+    def __init__(self, m: int, n: int, k: int, has_zero: bool = True) -> None:
         self.m, self.n, self.k = m, n, k
         blocks = -(-k // 128)
         self.bits = block_bits_for(blocks)
         self.mask = gemm.int8_mask_words(self.bits)
-        self.share = share
-        codes, scale, quad_scale = random_activations(m, self.bits, share)
-        self.x, self.meta = tile_activations_sm90(codes, scale, self.bits, quad_scale)
+        self.x, self.meta = tile_activations_sm90(*random_activations(m, self.bits), self.bits)
         records = random_records(n, blocks, has_zero)
         self.bytes = records.numel() + self.x.numel() + 4 * self.meta.numel() + 2 * m * n
         self.sets = [records, *(records.clone() for _ in range(copies_for_cold_l2(records.numel()) - 1))]
@@ -221,12 +189,10 @@ class Problem:
         self.part = slice(0, columns)
         self.terms = terms_of(records, n, self.bits)
         part = (records[: -(-columns // 64)], self.terms[: -(-columns // 64)])
-        self.want = gemm.w4ax_gemm_tiled_ref(
-            self.x, self.meta, *part, None, m, columns, self.mask, torch.float32, share
-        )
+        self.want = gemm.w4ax_gemm_tiled_ref(self.x, self.meta, *part, None, m, columns, self.mask, torch.float32)
 
     def launcher(self, records: torch.Tensor, tiles: Tiles | None, pdl: bool) -> Callable[[], torch.Tensor]:
-        rest = (None, self.m, self.n, self.mask, torch.bfloat16, self.share, tiles, pdl)
+        rest = (None, self.m, self.n, self.mask, torch.bfloat16, tiles, pdl)
         return lambda: gemm.launch(self.x, self.meta, records, self.terms, *rest)
 
     def time(self, tiles: Tiles | None, pdl: bool = True) -> float:
@@ -251,7 +217,7 @@ def time_cublas(m: int, n: int, k: int) -> float:
 def problem_of(m: int, n: int, k: int, share: int) -> Problem | IntegerProblem:
     """A random problem with the usual share of INT4 blocks."""
     if share != TOKEN:
-        return Problem(m, n, k, share=share)
+        return Problem(m, n, k)
     return IntegerProblem(m, n, k, int((block_bits_for(-(-k // 128)) == 8).sum()))
 
 
@@ -272,9 +238,25 @@ def short(tiles: Any) -> str:
         text += f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}"
         return text + " quick" * tiles.quick + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
-    text += f" b{tiles.batch} f{tiles.flight}"
-    text += " zp" * tiles.zero_product + f" t{tiles.token_tiles} share {tiles.share}" * tiles.units
+    text += f" b{tiles.batch} f{tiles.flight}" + " zp" * tiles.zero_product
     return text + " whole" * (not tiles.stream)
+
+
+def candidates(m: int, share: int) -> list[Any]:
+    """What tune tries for a batch, when no variants are given."""
+    if share == TOKEN:
+        return integer_candidates(m)
+    if m > 64:
+        return [Tiles(128, zero_product=1), Tiles(128, cluster=2), Tiles(128, cluster=2, zero_product=1)]
+    if m > 32:
+        return [Tiles(64, stages=12, batch=batch) for batch in (2, 4)] + [Tiles(64, row_tiles=2, stages=8, batch=2)]
+    n, few = (8 if m <= 8 else 16 if m <= 16 else 32), m > 16
+    return [
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=2),
+        Tiles(n, stages=7 if few else 10, ctas_per_sm=2, batch=4),
+        Tiles(n, row_wgs=3, stages=10 if few else 13, batch=2),
+        Tiles(n, row_tiles=2, stages=8 if few else 10, batch=2, flight=4),
+    ]
 
 
 def compile_all(variants: Iterable[Any], verbose: bool = False) -> None:
@@ -336,8 +318,8 @@ def bench(out: Path | None, batches: list[int], shapes: list[tuple[int, int]], p
             ratios.append(base / us)
             tiles: Any = integer.choose_integer_tiles(m, n, len(problem.bits))
             if share != TOKEN:
-                tiles = gemm.choose_tiles(m, n, len(problem.bits), share)
-            source = integer.SOURCE if share == TOKEN else tiles.source
+                tiles = gemm.choose_tiles(m, n, len(problem.bits))
+            source = integer.SOURCE if share == TOKEN else gemm.SOURCE
             print(f"m={m} {n}x{k}: {us:.2f} us, cuBLAS {base:.2f}, {base / us:.2f}x, {bound / us:.1%}  {short(tiles)}")
             lines.append(
                 {
@@ -376,7 +358,7 @@ def main() -> None:
     parser.add_argument("--variants", default="")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument(
-        "--share", type=int, default=1, choices=(1, 4, TOKEN), help="4: scales shared in quads; 0: integer scales"
+        "--share", type=int, default=1, choices=(1, TOKEN), help="1: a scale a block; 0: integer scales"
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 128  # weights that share a scale, in w4a16
-SHARES = {"comet-share4": 4, "comet-token": 0}  # how activation scales belong together; comet: each block alone
+SHARES = {"comet-token": 0}  # how activation scales belong together; comet: each block alone
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -17,7 +17,7 @@ def shape_only(alias: str, weights: str, folder: Path, *, layers: int | None = N
     """config.json of an alias that says how its linears are stored, and for comet the manifest. No weights.
 
     Args:
-        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-share4, comet-token, w4a16. folder: is made.
+        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-token, w4a16. folder: is made.
         layers: the first so many only. ranks: that shall share the model.
     """
     from transformers import AutoConfig

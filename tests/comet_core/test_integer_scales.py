@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comet_core.calibrate import _share
+from comet_core.calibration import load_calibration
 from comet_core.descent import descend
 from comet_core.fused_linear import W4AxTiled, fuse
 from comet_core.inspection import inspect_packed
@@ -31,7 +32,7 @@ from comet_cuda.affine import split_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.int4 import SYMMETRIC_ZERO, unpack_nibbles
 from comet_cuda.prepared_linear import prepare_linear
-from comet_cuda.quantize_act import QUAD, TOKEN, quantize_act
+from comet_cuda.quantize_act import TOKEN, quantize_act
 from comet_cuda.quantize_act_cuda import quantize_act_tiled
 from comet_cuda.quantize_token_ref import MOST_CHANNELS, first_blocks, quantize_by_token
 from comet_cuda.w4ax_gemm_integer import IntegerWeight
@@ -164,8 +165,6 @@ def test_activations_go_through_the_canonical_op() -> None:
     assert torch.equal(codes, wanted) and torch.equal(scale, token[:, None] * multiple)
     with pytest.raises(CometError, match="8-bit blocks do not come first"):
         quantize_act(x, perm, bits.flip(0), clip, True, TOKEN)
-    with pytest.raises(CometError, match="units are given"):
-        quantize_act(x, perm, bits, clip, True, TOKEN, torch.ones(5))
     with pytest.raises(CometError, match="share=2"):
         quantize_act(x, perm, bits, clip, True, 2)
 
@@ -190,7 +189,6 @@ def test_a_packed_model_holds_and_shows_it(made: Any) -> None:
     linears = [m for m in packed.model.modules() if isinstance(m, W4AxLinear)]
     assert len(linears) == 14 and {linear.share for linear in linears} == {TOKEN}
     for linear in linears:
-        assert linear.act_unit is None
         check(QuantizedWeight(linear.qweight, linear.w_scale, linear.w_zero, linear.weight_base))
     assert any(int((linear.block_bits == 8).sum()) for linear in linears)
     found = inspect_packed(made.packed)
@@ -286,6 +284,31 @@ def test_a_folder_off_the_lattice_is_refused(made: Any, tmp_path: Path) -> None:
         load_packed(folder)
 
 
+@pytest.mark.parametrize("kind", ["calibration", "packed"])
+def test_what_older_comets_wrote_is_read_or_refused_in_words(made: Any, kind: str, tmp_path: Path) -> None:
+    load, name = (load_calibration, "calibration.json") if kind == "calibration" else (read_manifest, "comet.json")
+    folder = shutil.copytree(getattr(made, kind), tmp_path / "old")
+    content = json.loads((folder / name).read_text())
+
+    def loaded(changed: dict[str, Any]) -> Any:
+        (folder / name).write_text(json.dumps(changed))
+        return load(folder)
+
+    activations, others = content["recipe"]["activations"], {"match": "*.0.*", "activations": {"unit": False}}
+    content["recipe"]["overrides"] = [others | {"blocks": {"permute": True}}]
+    activations["unit"] = True  # a key of share 4
+    assert loaded(content).recipe.activations.share == "token"
+    entries = content["groups"] if kind == "calibration" else [*content["linears"].values()]
+    for place in (activations, content["recipe"]["overrides"][0]["activations"], entries[-1]):
+        before = place.get("share")
+        place["share"] = 4
+        with pytest.raises(CometError, match=f"{name}: activations.share 4 is no longer supported") as caught:
+            loaded(content)
+        assert "calibrate and pack again" in caught.value.hint
+        place.pop("share") if before is None else place.update(share=before)
+    assert loaded(content).recipe.overrides
+
+
 @pytest.mark.parametrize("weights", [{"bits": 8}, {"group": "row"}])
 def test_inputs_of_weights_that_cannot_be_multiples_keep_scales_of_their_own(
     put_through: Any, llama_config: Any, weights: dict[str, Any]
@@ -318,7 +341,6 @@ def test_inputs_that_are_cut_or_hold_no_int4_keep_scales_of_their_own(put_throug
     shares = {name.removeprefix("model.layers."): entry.share for name, entry in entries.items()}
     assert shares["0.self_attn.q_proj"] == 1 and shares["1.self_attn.q_proj"] == TOKEN  # 8 bit; not cut
     assert shares["0.mlp.up_proj"] == TOKEN and shares["1.mlp.down_proj"] == shares["1.self_attn.o_proj"] == 1  # cut
-    assert QUAD not in shares.values()
 
 
 @pytest.mark.parametrize(("channels", "share"), [(MOST_CHANNELS, TOKEN), (MOST_CHANNELS + 1, 1)])

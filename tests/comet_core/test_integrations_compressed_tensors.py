@@ -179,8 +179,6 @@ def rotated_weight(linear: Any) -> torch.Tensor:
     for b, bits in enumerate(linear.block_bits.tolist()):
         if bits == 4:
             blocks[:, b] = blocks[:, b] @ (hadamard / 128**0.5)
-    if linear.act_unit is not None:
-        blocks = blocks / linear.act_unit[None, :, None]
     weight = blocks.flatten(1)[:, : linear.in_features]
     return weight if linear.perm is None else weight[:, linear.perm.long().argsort()]
 

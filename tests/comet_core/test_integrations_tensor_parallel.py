@@ -78,8 +78,6 @@ def test_what_does_not_split_is_refused() -> None:
     with pytest.raises(CometError, match="do not split into 16 parts of whole 128-channel blocks") as caught:
         check_row_parallel("o", ENTRY, 16, 16)
     assert "1, 2, 4, 8 " in caught.value.hint
-    with pytest.raises(CometError, match="quads"):
-        check_row_parallel("o", replace(ENTRY, share=4), 4, 4)
     with pytest.raises(CometError, match="leaves the channels of rank 1"):
         local_permutation("o", torch.tensor([2, 0], dtype=torch.int32), 1)
 

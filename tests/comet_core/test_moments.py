@@ -13,11 +13,11 @@ from comet_core.quantize import quantize_gptq, quantize_rtn, to_storage
 from comet_core.recipe import WeightSpec
 
 
-def plan_of(channels: int, *, share: int = 1, unit: Tensor | None = None) -> BlockPlan:
+def plan_of(channels: int) -> BlockPlan:
     blocks = -(-channels // 128)
     bits = torch.where(torch.arange(blocks) < 1, 8, 4).to(torch.uint8)
     clip = torch.where(bits == 4, 0.9, 1.0)
-    return BlockPlan(torch.randperm(channels).int(), bits, clip, True, share, unit)
+    return BlockPlan(torch.randperm(channels).int(), bits, clip, True)
 
 
 def inputs(rows: int = 700, channels: int = 300) -> Tensor:
@@ -40,9 +40,8 @@ def test_the_error_is_that_of_the_outputs() -> None:
     )
 
 
-def test_units_reach_rows_and_weights_alike() -> None:
-    x = inputs()
-    plan = plan_of(300, share=4, unit=torch.tensor([1.0, 0.5, 1.7]))
+def test_order_and_rotation_reach_rows_and_weights_alike() -> None:
+    x, plan = inputs(), plan_of(300)
     weight = torch.randn(20, 300)
     stored = rotated_rows(x, plan) @ to_storage(weight, plan).flatten(1).T
     assert torch.allclose(stored, x @ weight.T, rtol=1e-3, atol=1e-3)

@@ -18,7 +18,6 @@ from comet_core.plan import (
     search_clips,
     segments_for,
     spend_budget,
-    typical_units,
 )
 from comet_core.recipe import ActivationSpec, BlockSpec
 from comet_cuda.errors import CometError
@@ -104,17 +103,6 @@ def test_clips_are_those_with_the_least_output_error() -> None:
         error = block_error(x, grams, perm, 4, spec, clip)
         best = torch.stack([block_error(x, grams, perm, 4, spec, float(c))[b] for b, c in enumerate(clips)])
         assert bool((best <= error + 1e-12).all())
-
-
-def test_a_unit_is_the_typical_scale_over_the_mean_of_its_quad() -> None:
-    ranges = torch.tensor(
-        [[8.0, 1.0, 2.0, 3.0, 5.0, 5.0], [9.0, 2.0, 4.0, 6.0, 1.0, 3.0], [1.0, 0.0, 0.0, 0.0, 4.0, 4.0]]
-    )
-    bits = torch.tensor([8, 4, 4, 4, 4, 4], dtype=torch.uint8)
-    unit = typical_units(ranges, bits, torch.ones(6))
-    assert unit.tolist() == pytest.approx([1.0, 0.5, 1.0, 1.5, 1.0, 1.0])
-    halved = typical_units(ranges, bits, torch.tensor([1.0, 0.5, 0.5, 0.5, 1.0, 1.0]))
-    assert halved.tolist() == pytest.approx(unit.tolist()), "a clip that the whole quad shares moves nothing"
 
 
 def test_statistics_merge_as_if_seen_at_once() -> None:

@@ -111,7 +111,7 @@ def test_given_the_same_codes_the_whole_model_equals_the_dequantized_one(smol: A
     def recorded(name: str, linear: W4AxLinear, x: Tensor) -> Tensor:
         rows = x.reshape(-1, linear.in_features)
         f = linear.inputs
-        codes[name] = quantize_act(rows, f.perm, f.block_bits, f.clip, f.hadamard, f.share, f.unit)
+        codes[name] = quantize_act(rows, f.perm, f.block_bits, f.clip, f.hadamard, f.share)
         return W4AxLinear.forward(linear, x)
 
     def replayed(name: str, linear: W4AxLinear, x: Tensor) -> Tensor:

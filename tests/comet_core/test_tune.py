@@ -81,11 +81,10 @@ def test_the_gradient_of_codes_is_that_of_the_exact_input() -> None:
     """d(sum(R P x * g)) / dx through the rounding equals that without it."""
     torch.manual_seed(0)
     bits = torch.tensor([8, 4, 4], dtype=torch.uint8)
-    unit = torch.tensor([1.0, 0.6, 1.4])
     perm = torch.randperm(300).int()
-    tensors = tensors_of(384, 4) | {"block_bits": bits, "perm": perm, "act_unit": unit}
-    linear = W4AxLinear(300, 4, tensors, hadamard=True, share=4)
+    tensors = tensors_of(384, 4) | {"block_bits": bits, "perm": perm}
+    linear = W4AxLinear(300, 4, tensors, hadamard=True)
     x, g = torch.randn(7, 300, requires_grad=True), torch.randn(7, 384)
     (ours,) = torch.autograd.grad((_Codes.apply(x, linear) * g).sum(), x)
-    linear_map = rotated_rows(torch.eye(300), BlockPlan(perm, bits, torch.ones(3), True, 4, unit))  # [300, 384]
+    linear_map = rotated_rows(torch.eye(300), BlockPlan(perm, bits, torch.ones(3), True))  # [300, 384]
     assert torch.allclose(ours, g @ linear_map.T, atol=1e-5)

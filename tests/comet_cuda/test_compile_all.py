@@ -21,11 +21,7 @@ from comet_cuda.kernels import configurations, sources
 CAPABILITIES = [capability for family in FAMILIES for capability in family.capabilities]
 
 
-WGMMA = (
-    "w4ax_gemm_sm90.cu",
-    "w4ax_gemm_units_sm90.cu",
-    "w4ax_gemm_integer.cu",
-)  # sources whose products must not be serialized
+WGMMA = ("w4ax_gemm_sm90.cu", "w4ax_gemm_integer.cu")  # sources whose products must not be serialized
 STATIC_SHARED = 1024  # bytes that a kernel may declare beside what the launcher asks for
 
 

@@ -1,6 +1,9 @@
 """One scale a token (quantize_token.*): the contract, what the launcher refuses, and the kernel run on the CPU."""
 
 import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -173,17 +176,17 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     out[2].fill_(torch.nan)
     perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
     residual = norm.get("residual")
-    given = [x, residual, residual, norm.get("weight"), perm, None, clip, None, out[0], out[2], out[1]]
+    given = [x, residual, residual, norm.get("weight"), perm, None, clip, out[0], out[2], out[1]]
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     sizes = rows, channels, len(clip), norm.get("eps", 0.0)
-    params = quantize_token._PARAMS.pack(*addresses[:10], *sizes, addresses[10], eights)
+    params = quantize_token._PARAMS.pack(*addresses[:9], *sizes, addresses[9], eights)
     library = build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"})
     library.emulate(ctypes.c_char_p(params), ctas, 1, threads)
     assert library.shared_used() <= shared_bytes
     if residual is not None:
         residual.copy_(held[2])
-    return held[8], held[10], held[9]
+    return held[7], held[9], held[8]
 
 
 @pytest.fixture
@@ -248,3 +251,25 @@ def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, 
 @pytest.mark.parametrize(("rows", "channels"), [(9, 1288), pytest.param(12, 4096, marks=pytest.mark.slow)])
 def test_fused_forms_for_many_tokens_equal_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     fused_equal(build, rows, channels)
+
+
+def test_launchers_pack_what_the_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field by field, on the CPU: pointers, sizes, and what one scale a token needs beside them."""
+    x, (perm, eights, clip, hadamard) = problem(9, 640, torch.bfloat16, "mixed", gathered=True, hadamard=True)
+    bits = torch.tensor([8] * eights + [4] * (5 - eights), dtype=torch.uint8)
+    perm = aligned(perm)
+    codes, multiples, scale = (torch.zeros(8) for _ in range(3))
+    launched: list[tuple[int | float, ...]] = []
+
+    def packing(module: Any) -> Callable[..., None]:
+        return lambda *values: launched.append(module._PARAMS.unpack(module._PARAMS.pack(*values)))
+
+    monkeypatch.setattr(quantize_act_cuda, "_bound", lambda *_: packing(quantize_act_cuda))
+    quantize_act_cuda.launch(x, perm, bits, clip, hadamard, codes, scale, "sm_90")
+    monkeypatch.setattr(quantize_token, "_bound", lambda *_: (packing(quantize_token), True))
+    monkeypatch.setattr(quantize_token, "_empty", lambda *_: SimpleNamespace(on=lambda _: (codes, multiples, scale)))
+    quantize_token.launch(x, perm, eights, clip, hadamard)
+    at = [tensor.data_ptr() for tensor in (x, perm, bits, clip, codes, scale, multiples)]
+    assert launched == [
+        (at[0], 0, 0, 0, *at[1:6], 9, 640, 5, 0.0), (at[0], 0, 0, 0, at[1], 0, *at[3:6], 9, 640, 5, 0.0, at[6], eights)
+    ]  # fmt: skip

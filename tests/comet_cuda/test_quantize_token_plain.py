@@ -62,7 +62,7 @@ def same(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], arguments: Argumen
 
 
 def emulate(build: Any, x: Tensor, arguments: Arguments, layout: str, **how: Any) -> list[Tensor]:  # noqa: F811
-    return run(build, x, (*arguments, None), layout, TOKEN, 1, arch=800, **how)
+    return run(build, x, arguments, layout, TOKEN, 1, arch=800, **how)
 
 
 EVERY = [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 2308, 2), (2, 20608, 2), (3, 9216, 3))]
@@ -160,13 +160,11 @@ def test_fused_forms_on_a_gpu_equal_the_reference(rows: int, channels: int, dtyp
 def test_what_the_kernel_cannot_take_is_named_or_left_to_the_reference() -> None:
     x, arguments = problem(3, 512, torch.bfloat16, "mixed")
     x, arguments = x.cuda(), cuda(arguments)
-    with pytest.raises(CometError, match="units are given"):
-        quantize_act_tiled(x, *arguments, "sm_80", TOKEN, torch.ones(4, device="cuda"))
     wide = torch.zeros(1, MOST_CHANNELS + 128, device="cuda").bfloat16()
     bits, clip = torch.full((385,), 4, dtype=torch.uint8).cuda(), torch.ones(385).cuda()
     with pytest.raises(CometError, match="49280 channels"):
         quantize_act_tiled(wide, None, bits, clip, False, "sm_80", TOKEN)
-    assert not has_kernel(x.float(), "sm_80", TOKEN, None) and not has_kernel(x, "sm_90", TOKEN, None)
+    assert not has_kernel(x.float(), "sm_80", TOKEN) and not has_kernel(x, "sm_90", TOKEN)
     for layout in LAYOUTS[:2]:
         got = quantize_act_tiled(x.float(), *arguments, layout, TOKEN)
         assert same(got, reference(x.float(), arguments, layout), arguments, layout)

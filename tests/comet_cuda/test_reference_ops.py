@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comet_cuda.affine import choose_minmax_qparams, dequantize_minmax, num_blocks, quantize_minmax
-from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles, unpack_nibbles
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append_ref
 from comet_cuda.kv4_decode import gather_sequence, kv4_decode_ref
@@ -179,34 +178,3 @@ def test_cached_bytes_of_a_full_page(page: int, dim: int) -> None:
         t.nbytes for t in (cache.k_codes, cache.k_scale, cache.k_min, cache.v_codes, cache.v_scale, cache.v_min)
     )
     assert stored <= 0.28 * 2 * page * dim * 2
-
-
-@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 2**32 - 1))
-def test_blocks_of_a_quad_differ_by_powers_of_two_only(blocks: int, int8: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    x = torch.randn(5, blocks * 128) * torch.exp2(torch.randint(-20, 20, (blocks,)).float()).repeat_interleave(128)
-    x[2] = 0
-    bits = torch.where(torch.arange(blocks) < int8, 8, 4).to(torch.uint8)
-    unit = torch.rand(blocks) + 0.5
-    codes, scale = quantize_act_ref(x, None, bits, torch.full((blocks,), 0.9), True, share=4, unit=unit)
-    alone, own = quantize_act_ref(x, None, bits, torch.full((blocks,), 0.9), True)
-    assert torch.equal(codes[:, bits == 8], alone[:, bits == 8]) and torch.equal(scale[:, bits == 8], own[:, bits == 8])
-    for first in range(0, blocks, 4):
-        quad = scale[:, first : first + 4][:, bits[first : first + 4] == 4]
-        if quad.shape[1]:
-            assert bool((torch.frexp(quad / quad[:, :1]).mantissa == 0.5).all())  # ratios are powers of two
-            wanted = (own / unit)[:, first : first + 4][:, bits[first : first + 4] == 4]
-            factor = quad / wanted
-            within = (factor[[0, 1, 3, 4]] >= 2**-0.41) & (factor[[0, 1, 3, 4]] <= 2**0.61)
-            far = torch.log2(wanted.amax(1) / wanted.amin(1)) > 12  # beyond what an e4m3 operand can carry
-            assert bool(within[~far[[0, 1, 3, 4]]].all())
-
-
-def test_one_block_alone_in_its_quad_chooses_its_own_scale() -> None:
-    x = torch.randn(3, 5 * 128)
-    bits = torch.full((5,), 4, dtype=torch.uint8)
-    codes, scale = quantize_act_ref(x, None, bits, torch.ones(5), False, share=4)
-    alone, own = quantize_act_ref(x, None, bits, torch.ones(5), False)
-    assert torch.equal(scale[:, 4], own[:, 4]) and torch.equal(codes[:, 4], alone[:, 4])
-    with pytest.raises(CometError, match="share=3"):
-        quantize_act_ref(x, None, bits, torch.ones(5), False, share=3)

@@ -57,8 +57,8 @@ def test_a_folder_of_shapes_says_how_linears_are_stored(tmp_path: Path) -> None:
     plain = shape_only("llama-3-8b", "bf16", tmp_path / "bf16", layers=2)
     config = json.loads((plain / "config.json").read_text())
     assert config["num_hidden_layers"] == 2 and "quantization_config" not in config
-    manifest = read_manifest(shape_only("llama-3-8b", "comet-share4", tmp_path / "comet", layers=2, ranks=2))
-    assert len(manifest.linears) == 14 and {entry.share for entry in manifest.linears.values()} == {4}
+    manifest = read_manifest(shape_only("llama-3-8b", "comet", tmp_path / "comet", layers=2, ranks=2))
+    assert len(manifest.linears) == 14 and {entry.share for entry in manifest.linears.values()} == {1}
     assert manifest.recipe.blocks.tp_granularity == 2
     integer = read_manifest(shape_only("llama-3-8b", "comet-token", tmp_path / "token", layers=1))
     assert {entry.share for entry in integer.linears.values()} == {0} and integer.recipe.activations.share == "token"

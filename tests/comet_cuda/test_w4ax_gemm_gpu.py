@@ -8,7 +8,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 import tune_gemm
-import unit_variants
 
 from comet_cuda import w4ax_gemm_sm90 as gemm
 from comet_cuda.weight_layout import tile_activations_sm90
@@ -34,18 +33,6 @@ def test_integers_are_exact() -> None:
     assert tune_gemm.exactness() == []
 
 
-@pytest.mark.parametrize("tiles", unit_variants.UNIT_TILES, ids=tune_gemm.short)
-def test_every_variant_with_units_is_right(tiles: unit_variants.Tiles) -> None:
-    """Before any of them may enter tiles_sm90.json."""
-    assert list(unit_variants.unit_problems(tiles)) == []
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_shared_scales_on_the_table_s_kernels(mix: str) -> None:
-    for m in (1, 16, 17, 64, 65, 300):
-        assert tune_gemm.verify(m, 1023, MIXES[mix], None, share=4, bias=True) == ""
-
-
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("m", BATCHES)
 def test_every_batch_and_block_mix(m: int, mix: str) -> None:
@@ -65,7 +52,7 @@ def test_a_weight_on_another_gpu_is_multiplied_there() -> None:
     bits = tune_gemm.block_bits_for(16)
     weight = torch.randint(0, 256, (512, 64 * 16), dtype=torch.uint8)
     scale = (torch.rand(512, 16) * 0.02 + 0.01).to(torch.bfloat16)
-    x = tile_activations_sm90(*(t.cpu() for t in tune_gemm.random_activations(5, bits)[:2]), bits)
+    x = tile_activations_sm90(*(t.cpu() for t in tune_gemm.random_activations(5, bits)), bits)
     found = []
     for device in ("cuda:0", "cuda:1"):  # the current one stays cuda:0
         tiled = gemm.prepare_weight_sm90(weight.to(device), scale.to(device), None, bits)
@@ -80,7 +67,7 @@ def test_runs_are_bit_equal_also_in_a_graph_and_compiled(m: int) -> None:
     scale = (torch.rand(4096, 32, device="cuda") * 0.02 + 0.01).to(torch.bfloat16)
     zero = torch.randint(0, 16, (4096, 32), dtype=torch.uint8, device="cuda")
     tiled = gemm.prepare_weight_sm90(weight, scale, zero, bits)
-    x, meta = tile_activations_sm90(*tune_gemm.random_activations(m, bits)[:2], bits)
+    x, meta = tile_activations_sm90(*tune_gemm.random_activations(m, bits), bits)
 
     def run() -> torch.Tensor:
         return gemm.w4ax_gemm_tiled(x, meta, tiled, m)

@@ -16,7 +16,7 @@ from comet_cuda.tiles_sm90 import (
     ARCH,
     OUT_KINDS,
     SHARED_LIMIT,
-    UNITS_SOURCE,
+    SOURCE,
     Tiles,
     choose_tiles,
     make_plan,
@@ -53,29 +53,6 @@ def test_tiled_op_is_the_reference_on_tiled_operands(tokens: int, rows: int, has
         p["codes"], p["scale"], p["qweight"], p["w_scale"], p["w_zero"], BITS, p["bias"], torch.float32
     )
     assert torch.equal(y, want) and y.shape == (tokens, rows)
-
-
-@pytest.mark.parametrize(("tokens", "rows", "has_zero"), [(0, 64, True), (1, 8, False), (16, 130, True)])
-def test_tiled_op_with_shared_scales_is_the_reference_on_untiled_data(tokens: int, rows: int, has_zero: bool) -> None:
-    p = problem(tokens, rows, has_zero)
-    g = torch.Generator().manual_seed(tokens)
-    quad_scale = torch.rand(tokens, 2, generator=g) + 0.1
-    exponent = torch.randint(-2, 14, (tokens, len(BITS)), generator=g)
-    shared = torch.ldexp(quad_scale.repeat_interleave(4, 1)[:, : len(BITS)], -exponent)
-    scale = torch.where((BITS == 4)[None], shared, p["scale"])
-    tiled = prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS, share=4)
-    x, meta = tile_activations_sm90(p["codes"], scale, BITS, quad_scale)
-    y = w4ax_gemm_tiled(x, meta, tiled, tokens, p["bias"], torch.float32)
-    want = w4ax_gemm_ref(p["codes"], scale, p["qweight"], p["w_scale"], p["w_zero"], BITS, p["bias"], torch.float32)
-    assert tiled.share == 4 and torch.equal(y, want)  # powers of two move between code and scale exactly
-    plain = prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS)
-    assert plain.share == 1 and torch.equal(plain.records, tiled.records)
-
-
-def test_a_share_that_does_not_exist_is_named() -> None:
-    p = problem(1, 64, True)
-    with pytest.raises(CometError, match="share is 2"):
-        prepare_weight_sm90(p["qweight"], p["w_scale"], p["w_zero"], BITS, share=2)
 
 
 def test_wrong_operands_are_named() -> None:
@@ -125,15 +102,6 @@ def test_every_unit_is_done_once_and_ranges_are_even(tokens: int, rows: int, cha
     if plan.schedule[0]:
         loads = [sum(last - first for _, first, last in mine) for mine in work]
         assert max(loads) - min(loads) <= 1 + blocks * (plan.schedule[1] > plan.schedule[0])
-
-
-def test_whole_tiles_only_where_they_fill_the_multiprocessors() -> None:
-    assert choose_tiles(1024, 8192, 64).token_tiles == 4  # 256 tiles on 132: 97%
-    assert choose_tiles(1024, 5120, 40).token_tiles == 1  # 160 tiles: 61%
-    assert choose_tiles(1024, 6144, 32, share=4).token_tiles == 4  # 73% are enough for what shared scales gain
-    assert choose_tiles(1024, 6144, 32).token_tiles == 1
-    assert choose_tiles(1024, 8192, 64, sm_count=114).token_tiles == 1  # 256 tiles on 114: 75%
-    assert {choose_tiles(256, 8192, 64, share).share for share in (1, 4)} == {1, 4}
 
 
 def table_variants() -> list[Tiles]:
@@ -188,7 +156,7 @@ def log_of(tiles: Tiles, has_zero: bool) -> str:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     assert nvrtc
     flags = jit._options(ARCH, tiles.defines(has_zero, torch.bfloat16), ())
-    return jit._run_nvrtc(jit.read_sources(tiles.source), tiles.source, flags)[1]
+    return jit._run_nvrtc(jit.read_sources(SOURCE), SOURCE, flags)[1]
 
 
 def check_compiled(tiles: Tiles, has_zero: bool) -> None:
@@ -203,13 +171,13 @@ def check_compiled(tiles: Tiles, has_zero: bool) -> None:
 
 def test_a_serialized_wgmma_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arithmetic on a product's registers while it is under way: the compiler must say that it serializes."""
-    sources = jit.read_sources(UNITS_SOURCE)
-    name = "comet/gemm_unit_consumer_sm90.cuh"
-    end = "wgmma_commit();\n        };"
-    broken = sources[name].replace(end, end.replace("}", "    dots[step % FLIGHT][0] += 1;\n        }"), 1)
+    sources = jit.read_sources(SOURCE)
+    name = "comet/gemm_consumer_sm90.cuh"
+    commit = "activation_descriptor(base));\n        wgmma_commit();\n"
+    broken = sources[name].replace(commit, commit + "        p.dot[0] += 1;\n", 1)
     assert broken != sources[name]
     monkeypatch.setattr(jit, "read_sources", lambda _: sources | {name: broken})
-    assert "(C75" in log_of(Tiles(64, token_tiles=2, zero_product=1), True)
+    assert "(C75" in log_of(Tiles(64, stages=12, batch=2), True)
 
 
 @pytest.mark.parametrize("tiles", table_variants(), ids=lambda tiles: f"n{tiles.tokens}x{tiles.row_tiles}")

@@ -8,7 +8,6 @@ from comet_cuda.errors import CometError
 from comet_cuda.int4 import pack_nibbles
 from comet_cuda.weight_layout import (
     ATOM_BYTES,
-    quad_exponents,
     record_bytes,
     tile_activations_sm90,
     tile_weight_sm90,
@@ -50,48 +49,6 @@ def test_one_activation_lies_where_documented() -> None:
         pair, e = divmod(r, 2)
         assert meta[block, atom, pair * 4 + e] == scale[token, block]
         assert meta[block, atom, pair * 4 + 2 + e] == codes[token, block].sum()
-
-
-def shared_activations(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes, scale, quad scale and exponent (all of -2 .. 13, in INT4 blocks) of seven blocks, two quads."""
-    g = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-7, 8, (tokens, len(QUAD_BITS), 128), generator=g, dtype=torch.int8)
-    wide = torch.randint(-127, 128, codes.shape, generator=g, dtype=torch.int8)
-    codes = torch.where((QUAD_BITS == 8)[None, :, None], wide, codes)
-    exponent = (torch.arange(codes.shape[0] * len(QUAD_BITS)) % 16 - 2).view(codes.shape[:2])
-    quad_scale = torch.rand(tokens, 2, generator=g) + 0.1
-    scale = torch.ldexp(quad_scale.repeat_interleave(4, 1)[:, : len(QUAD_BITS)], -exponent)
-    scale = torch.where((QUAD_BITS == 8)[None], torch.rand(scale.shape, generator=g) + 0.1, scale)
-    return codes, scale, quad_scale, exponent
-
-
-QUAD_BITS = torch.tensor([8, 4, 4, 8, 4, 4, 4], dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 9, 50])
-def test_shared_scales_are_equal_in_a_quad_and_products_stay_the_same(tokens: int) -> None:
-    codes, scale, quad_scale, exponent = shared_activations(tokens)
-    int4 = QUAD_BITS == 4
-    assert torch.equal(quad_exponents(scale, quad_scale, QUAD_BITS)[:, int4], exponent[:, int4].int())
-    tiled, meta = tile_activations_sm90(codes, scale, QUAD_BITS, quad_scale)
-    value, stored, total = untile_activations_sm90(tiled, meta, tokens, QUAD_BITS, share=4)
-    assert torch.equal(value * stored[..., None], codes.float() * scale[..., None])
-    assert torch.equal(total, value.sum(-1))
-    assert torch.equal(stored[:, int4], (quad_scale / 16).repeat_interleave(4, 1)[:, :7][:, int4])
-    assert torch.equal(stored[:, ~int4], scale[:, ~int4]) and torch.equal(value[:, ~int4], codes[:, ~int4].float())
-    assert not tokens or value.abs().max() == 448 or tokens < 9
-
-
-def test_scales_that_no_quad_shares_are_named() -> None:
-    codes, scale, quad_scale, _ = shared_activations(9)
-    with pytest.raises(CometError, match=r"scale\[2, 5\]"):
-        bad = scale.clone()
-        bad[2, 5] *= 1.5
-        tile_activations_sm90(codes, bad, QUAD_BITS, quad_scale)
-    with pytest.raises(CometError, match=r"scale\[3, 1\]"):
-        bad = scale.clone()
-        bad[3, 1] = quad_scale[3, 0] * 8
-        tile_activations_sm90(codes, bad, QUAD_BITS, quad_scale)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 72, 200])

@@ -50,7 +50,7 @@ class Targets:
 
         self.home = home
         self.packed = home / "packed"
-        shutil.copytree(ROOT / "tests" / "golden" / "packed-v2", self.packed)
+        shutil.copytree(ROOT / "tests" / "golden" / "packed-v3", self.packed)
         config = LlamaConfig(
             vocab_size=64, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, head_dim=64,

@@ -25,7 +25,6 @@ constexpr uint32_t kCenterBits = 0x66408001u;          // the constant above; it
 constexpr uint32_t kCenter = kCenterBits >> 16;
 constexpr float kStep = 0x1p70f;                       // what one step is worth beside it
 constexpr float kUnusual = 0x1p126f;                   // in place of the factor of the quick way, where it does not apply
-constexpr float kQuadRounding = 1.3195079107728942f;   // 2^0.4, see quantize_act.py
 constexpr float kQuickTiny = 0x1p-40f, kQuickHuge = 0x1p40f; // divisors of the quick way: nothing over- or underflows
 constexpr float kQuickClip = 1.f / 16; // above it no unclamped code is beyond 192, where the upper half changes its sign
 
@@ -143,23 +142,20 @@ __device__ __forceinline__ uint16_t pack_nibbles(uint32_t bytes) {
   const uint32_t low = bytes & 0x0F0F0F0Fu;
   return uint16_t(__byte_perm(low | (low >> 4), 0, 0x4420));
 }
-// f16 pair of 2^(13 - e): with it `e4m3_of` gives code * 2^(4 - e).
-__device__ __forceinline__ uint32_t e4m3_factor(int e) { return uint32_t(28 - e) * (0x0400u * kTwice); }
 #if __CUDA_ARCH__ >= 890
-
-// e4m3 bytes of INT4 codes times a power of two. A small number read as f16 is itself times 2^-24 (a subnormal), so one
-// multiply-add by 2^15 takes the bias off and leaves code * 2^-9; both steps are exact.
-__device__ __forceinline__ uint32_t e4m3_of(uint32_t low, uint32_t high, uint32_t factor) {
+// e4m3 bytes of INT4 codes. A small number read as f16 is itself times 2^-24 (a subnormal), so one multiply-add by 2^15
+// takes the bias off and leaves code * 2^-9; both steps are exact.
+__device__ __forceinline__ uint32_t e4m3_of(uint32_t low, uint32_t high) {
   uint16_t a, b;
   asm("{.reg .b32 x;\n\tfma.rn.f16x2 x, %1, %2, %3;\n\tmul.rn.f16x2 x, x, %4;\n\tcvt.rn.satfinite.e4m3x2.f16x2 %0, x;}"
       : "=h"(a)
-      : "r"(low), "r"(0x78007800u), "r"(0xA300A300u), "r"(factor));
+      : "r"(low), "r"(0x78007800u), "r"(0xA300A300u), "r"(0x60006000u));
   asm("{.reg .b32 x;\n\tfma.rn.f16x2 x, %1, %2, %3;\n\tmul.rn.f16x2 x, x, %4;\n\tcvt.rn.satfinite.e4m3x2.f16x2 %0, x;}"
       : "=h"(b)
-      : "r"(high), "r"(0x78007800u), "r"(0xA300A300u), "r"(factor));
+      : "r"(high), "r"(0x78007800u), "r"(0xA300A300u), "r"(0x60006000u));
   return uint32_t(a) | (uint32_t(b) << 16);
 }
-// e4m3 bytes of two small integers times powers of two.
+// e4m3 bytes of two small integers.
 __device__ __forceinline__ uint16_t e4m3_of(float low, float high) {
   uint16_t bytes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));

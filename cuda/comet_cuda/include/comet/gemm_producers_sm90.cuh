@@ -10,7 +10,6 @@ namespace comet {
 struct Ring {
     unsigned base, full, empty;
     int stage, parity;
-    unsigned zeros, zeros_full, zeros_empty;  // of `produce_zeros`
 
     __device__ __forceinline__ void acquire(unsigned bytes) const {
         mbarrier_wait(empty + 8 * stage, parity);
@@ -26,20 +25,6 @@ struct Ring {
     }
 };
 
-// The rows' part of a product over 32 blocks, for kernels that take it from shared memory.
-__device__ __forceinline__ void produce_zeros(
-    const Operands& operands, const Ring& ring, int row_tile, int count, int group, unsigned product,
-    unsigned long long policy) {
-    const int groups = (operands.schedule.blocks + kTermBlocks - 1) / kTermBlocks;
-    const unsigned char* from = reinterpret_cast<const unsigned char*>(operands.zero_terms) +
-                                (static_cast<long long>(row_tile) * groups + group) * kZeroBytes;
-    mbarrier_wait(ring.zeros_empty, ~product & 1);
-    mbarrier_expect(ring.zeros_full, count * kZeroBytes);
-    for (int i = 0; i < count; ++i)
-        bulk_copy(ring.zeros + i * kZeroBytes, from + static_cast<long long>(i) * groups * kZeroBytes, kZeroBytes,
-                  ring.zeros_full, policy);
-}
-
 // Two producer threads, in two warps, so that each has little to do a stage. The weights' one never waits for the
 // previous kernel, on which weights do not depend: the first stages are under way before that one has ended.
 __device__ __forceinline__ void produce_weights(
@@ -47,7 +32,6 @@ __device__ __forceinline__ void produce_weights(
     const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_first();
     const long long group_bytes = static_cast<long long>(schedule.blocks) * kRecord;
-    unsigned products = 0;  // over blocks, prepared
     Segment segment;
     for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
         int row_group, token_tile;
@@ -56,20 +40,16 @@ __device__ __forceinline__ void produce_weights(
         const int groups = max(0, min(kRecords, operands.row_tiles - first));
         const unsigned char* from = operands.weight + first * group_bytes + segment.first * kRecord;
         for (int count = segment.last - segment.first; count > 0; --count) {
-            ring.acquire(groups * kCopied);
+            ring.acquire(groups * kRecord);
             const unsigned to = ring.at() + kCodesBytes + kMetaBytes;
 #pragma unroll
             for (int group = 0; group < kRecords; ++group)
                 if (group < groups)
-                    bulk_copy(to + group * kCopied, from + group * group_bytes, kCopied, ring.barrier(), policy);
+                    bulk_copy(to + group * kRecord, from + group * group_bytes, kRecord, ring.barrier(), policy);
             from += kRecord;
             ring.advance();
-            const int block = segment.last - count;
-            if (kUnits && (count == 1 || block % kTermBlocks == kTermBlocks - 1))
-                produce_zeros(operands, ring, first, groups, block / kTermBlocks, products++, policy);
         }
     }
-    if (kUnits) ring.acquire(0);  // consumers look one stage ahead
 }
 
 __device__ __forceinline__ void produce_activations(
@@ -83,9 +63,9 @@ __device__ __forceinline__ void produce_activations(
     for (Worker worker(schedule, cluster, clusters); worker.next(segment);) {
         int row_group, token_tile;
         tile_place(schedule, segment.tile, row_group, token_tile);
-        const int atoms = min(kTileAtoms, operands.atoms - token_tile * kTileAtoms);
-        const int mine = max(0, min(min(kAtomShare, kTileAtoms - skipped), atoms - skipped));
-        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kTileAtoms + skipped;
+        const int atoms = min(kAtoms, operands.atoms - token_tile * kAtoms);
+        const int mine = max(0, min(min(kAtomShare, kAtoms - skipped), atoms - skipped));
+        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kAtoms + skipped;
         const unsigned char* codes = operands.codes + at * 1024;
         const unsigned char* meta = operands.meta + at * 64;
         for (int count = segment.last - segment.first; count > 0; --count) {
@@ -103,7 +83,6 @@ __device__ __forceinline__ void produce_activations(
             ring.advance();
         }
     }
-    if (kUnits) ring.acquire(0);
 }
 
 __device__ __forceinline__ void split_halves(float a, float b, unsigned& high, unsigned& low) {

@@ -5,31 +5,21 @@
 
 namespace comet {
 
-#ifndef UNITS
-#define UNITS 0        // 1: w4ax_gemm_units_sm90.cu
-#define TOKEN_TILES 1  // of TOKENS, a warpgroup
-#define SHARE 1
-#endif
-constexpr bool kUnits = UNITS;
 constexpr int kAtoms = TOKENS / 8;
 constexpr int kResults = TOKENS / 2;  // f32 a thread and product
-constexpr int kTileTokens = TOKENS * TOKEN_TILES;
-constexpr int kTileAtoms = kTileTokens / 8;
 constexpr int kNibbleBytes = 4096;
 constexpr int kRecord = ZERO ? 4288 : 4224;  // weight_layout.record_bytes
-constexpr int kCopied = kUnits ? 4224 : kRecord;  // of a record: the product over blocks needs no zero points here
-constexpr int kCodesBytes = kTileTokens * 128;
-constexpr int kMetaBytes = kTileTokens * 8;
+constexpr int kCodesBytes = TOKENS * 128;
+constexpr int kMetaBytes = TOKENS * 8;
 constexpr int kRecords = ROW_WGS * ROW_TILES;  // row tiles of a cta
-constexpr int kStageBytes = (kCodesBytes + kMetaBytes + kRecords * kCopied + 1023) / 1024 * 1024;
+constexpr int kStageBytes = (kCodesBytes + kMetaBytes + kRecords * kRecord + 1023) / 1024 * 1024;
 constexpr int kThreads = 128 * (ROW_WGS + 1);
-constexpr int kAtomShare = (kTileAtoms + CLUSTER - 1) / CLUSTER;  // atoms that one cta of a cluster loads
+constexpr int kAtomShare = (kAtoms + CLUSTER - 1) / CLUSTER;  // atoms that one cta of a cluster loads
 constexpr bool kCluster = CLUSTER > 1;
-constexpr int kTermBlocks = 32;                                      // blocks of one zero-point product
-constexpr int kTermBytes = ZERO_PRODUCT ? kTileTokens * 128 : 0;      // its activations: 32 high and 32 low halves a token
-constexpr int kTermBuffers = kUnits ? 1 : 2;
+constexpr int kTermBlocks = 32;                              // blocks of one zero-point product
+constexpr int kTermBytes = ZERO_PRODUCT ? TOKENS * 128 : 0;  // its activations: 32 high and 32 low halves a token
+constexpr int kTermBuffers = 2;
 constexpr int kRingBytes = kStageBytes * STAGES + kTermBuffers * kTermBytes;
-constexpr int kZeroBytes = 8192;  // a row tile's part of a zero-point product: 32 high and 32 low halves a row
 constexpr float kE4m3Unit = 1.0f / 512;  // a zero-extended nibble read as e4m3 is code * 2^-9
 constexpr int kMaskWords = 16;           // up to 512 blocks
 constexpr int kGroupBarrier = 1;         // named barriers: one a consumer warpgroup

@@ -37,19 +37,6 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
         : "memory");
 }
 
-// Has the phase with this parity completed?
-__device__ __forceinline__ bool mbarrier_test(unsigned barrier, unsigned parity) {
-    unsigned done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done;
-}
-
 // Wait until the phase with this parity has completed. (The default scope serves clusters too: what is waited for are
 // bulk copies and arrivals, and an acquire at cluster scope would invalidate L1 each time.)
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
@@ -187,9 +174,6 @@ __device__ __forceinline__ void store_shared_2(unsigned at, unsigned x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<unsigned short>(x)) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_4(unsigned address, unsigned value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 __device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
