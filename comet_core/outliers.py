@@ -75,17 +75,23 @@ def report_outliers(group: str, stats: ChannelStats, threshold: float) -> Outlie
     )
 
 
+def ready_to_draw() -> Any:
+    """matplotlib.pyplot. Commands import it before their work: whether there is memory for it shows at once then."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: Path) -> None:
     """Channel maxima of every layer before and after permutation, one row of pictures per kind of linear.
 
     Args:
         title: heading. kinds: (name, before, after), each f32 [layers, K], absolute maxima. png: file to write.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = ready_to_draw()
     figure, axes = pyplot.subplots(len(kinds), 2, figsize=(11, 1.0 + 2.2 * len(kinds)), squeeze=False)
     for row, (name, before, after) in enumerate(kinds):
         top = float(torch.log10(_relative(before)).max())

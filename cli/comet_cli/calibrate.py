@@ -93,7 +93,9 @@ def default_folder(source: "ModelSource", recipe: "Recipe", layers: int | None) 
 def run(source: "ModelSource", recipe: "Recipe", folder: Path, device: str, dtype: str, *, json: bool | None) -> None:
     """Calibrate into `folder` and report as JSON, as a table, or (None) not at all; `comet pack` does the last."""
     from comet_core.calibrate import calibrate as calibrate_model
+    from comet_core.outliers import ready_to_draw
 
+    ready_to_draw()
     (folder / PICTURE).unlink(missing_ok=True)  # of an earlier calibration
     found = calibrate_model(source, recipe, folder, device=device, dtype=dtype, progress=console.progress())
     picture = draw(found, folder)

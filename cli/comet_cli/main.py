@@ -30,9 +30,11 @@ from comet_cli import (
 )
 from comet_cuda.errors import CometError
 
+# The last two are Python's own, of a MemoryError that it had no memory for.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory",
              "can't start new thread", "failed to map segment", "static TLS",
-             "ThreadPoolBuildError")  # fmt: skip
+             "ThreadPoolBuildError", "error return without exception set",
+             "returned NULL without setting an exception")  # fmt: skip
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 GO_ON = {  # command -> what Ctrl-C leaves behind
     "pack": "The same command goes on after the last finished layer.",
@@ -67,6 +69,8 @@ def terminate(*_: object) -> None:
 def of_the_machine(error: BaseException) -> CometError | None:
     """A full disk, a folder that is not ours or too little memory, as an error for people; None if it is a defect."""
     words = str(error)
+    if isinstance(error.__cause__, MemoryError):  # in a class that was being made
+        error, words = error.__cause__, ""
     if isinstance(error, MemoryError) or any(sign in words for sign in NO_MEMORY):
         where = "GPU" if "CUDA" in words else "machine"
         return CometError(

@@ -167,6 +167,30 @@ def test_a_stop_while_the_commands_are_still_read_is_no_traceback(
     assert "The same command starts it again." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        SystemError("error return without exception set"),
+        RuntimeError("Error calling __set_name__ on 'a' instance 'b' in 'C'"),
+        SystemError("<function call at 0x7f> returned NULL without setting an exception"),
+    ],
+)
+def test_memory_that_is_used_up_is_no_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python raises the others where it had no memory for the first."""
+
+    def starved(*_: object, **__: object) -> None:
+        raise error from MemoryError() if isinstance(error, RuntimeError) else None
+
+    monkeypatch.setattr(main, "app", starved)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2 and "memory of this machine is used up" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130_and_a_word_on_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
