@@ -5,7 +5,7 @@ usage: bench_vllm.py perplexity PACKED TOKENS.safetensors [options]
 
 TOKENS holds int64 `tokens` [windows, length]; its metadata says of what text. A scheme is weights and activations, then
 perhaps a KV cache: bf16, fp8, w4a16 (the format of `comet export`, by the kernel that vLLM prefers), w4a16-marlin,
-comet, comet-token (integer scales); +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for
+comet, comet-free (scales that are any numbers); +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for
 every scheme; +ownkv4 is COMET's.
 
 vLLM's imports take longer than measuring, so they are done once, before the GPU is touched. Each scheme then runs in a

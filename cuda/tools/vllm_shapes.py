@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GROUP = 128  # weights that share a scale, in w4a16
-SHARES = {"comet-token": 0}  # how activation scales belong together; comet: each block alone
+FREE = "comet-free"  # each block has a scale of its own; comet: a token has one
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -17,7 +17,7 @@ def shape_only(alias: str, weights: str, folder: Path, *, layers: int | None = N
     """config.json of an alias that says how its linears are stored, and for comet the manifest. No weights.
 
     Args:
-        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-token, w4a16. folder: is made.
+        weights: bf16, fp8 (vLLM rounds bf16 itself), comet, comet-free, w4a16. folder: is made.
         layers: the first so many only. ranks: that shall share the model.
     """
     from transformers import AutoConfig
@@ -33,7 +33,9 @@ def shape_only(alias: str, weights: str, folder: Path, *, layers: int | None = N
     folder.mkdir(parents=True)
     text = config.to_dict() | {"architectures": [ARCHITECTURES[kind]], "dtype": "bfloat16"}
     if weights.startswith("comet"):
-        write_manifest(alias, config, folder, share=SHARES.get(weights, 1), ranks=ranks)
+        from comet_cuda.quantize_act import TOKEN
+
+        write_manifest(alias, config, folder, share=1 if weights == FREE else TOKEN, ranks=ranks)
         text["quantization_config"] = {"quant_method": "comet"}
     if weights.startswith("w4a16"):
         text["quantization_config"] = w4a16_config()

@@ -57,12 +57,12 @@ def test_a_folder_of_shapes_says_how_linears_are_stored(tmp_path: Path) -> None:
     plain = shape_only("llama-3-8b", "bf16", tmp_path / "bf16", layers=2)
     config = json.loads((plain / "config.json").read_text())
     assert config["num_hidden_layers"] == 2 and "quantization_config" not in config
-    manifest = read_manifest(shape_only("llama-3-8b", "comet", tmp_path / "comet", layers=2, ranks=2))
+    manifest = read_manifest(shape_only("llama-3-8b", "comet-free", tmp_path / "free", layers=2, ranks=2))
     assert len(manifest.linears) == 14 and {entry.share for entry in manifest.linears.values()} == {1}
     assert manifest.recipe.blocks.tp_granularity == 2
-    integer = read_manifest(shape_only("llama-3-8b", "comet-token", tmp_path / "token", layers=1))
+    integer = read_manifest(shape_only("llama-3-8b", "comet", tmp_path / "token", layers=1))
     assert {entry.share for entry in integer.linears.values()} == {0} and integer.recipe.activations.share == "token"
-    split = read_manifest(shape_only("llama-3-8b", "comet-token", tmp_path / "split", layers=1, ranks=2)).linears
+    split = read_manifest(shape_only("llama-3-8b", "comet", tmp_path / "split", layers=1, ranks=2)).linears
     assert split["model.layers.0.mlp.down_proj"].share == 1 and split["model.layers.0.mlp.up_proj"].share == 0
     w4a16 = json.loads((shape_only("llama-3-8b", "w4a16", tmp_path / "w4a16") / "config.json").read_text())
     scheme = w4a16["quantization_config"]["config_groups"]["group_0"]
