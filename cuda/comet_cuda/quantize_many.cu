@@ -28,7 +28,11 @@ constexpr int kLanes = 4;                   // that share a block
 constexpr int kBlocks = 32 / kLanes;        // of a warp
 constexpr int kValues = 32;                 // of a lane
 constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
-constexpr int kMostWarps = 16;
+constexpr int kMostWarps = 32;
+#ifndef PLACES // 1: where gathered channels lie is kept in shared memory and not in registers
+#define PLACES 0
+#endif
+constexpr bool kPlaces = GATHER && PLACES;
 constexpr bool kGather = GATHER;
 constexpr uint32_t kNone = 0xFFFF;
 static_assert(FUSE != 1 || STAGES >= 3, "the norm sums the next row, too");
@@ -71,7 +75,7 @@ __device__ __forceinline__ int share_out(const Arguments& p, uint16_t* table) {
 // The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage;
 // two tokens' ratios (SHARE 0).
 struct Ring {
-  uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
+  uint32_t base, weights, places, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
     first = kGather ? 0 : first_block() * kBlock;
@@ -80,13 +84,16 @@ struct Ring {
     base = shared_address(shared);
     input_bytes = uint32_t(kGather ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
     weights = base + STAGES * kInputs * input_bytes;
-    barriers = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
+    places = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
+    barriers = places + (kPlaces ? blockDim.x * kValues * 2 : 0);
   }
   __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
   __device__ __forceinline__ uint32_t summed(int stage) const { return barriers + 8 * (2 * STAGES + stage); } // FUSE == 1
-  __device__ __forceinline__ uint32_t end() const { return barriers + 24 * STAGES; }
+  __device__ __forceinline__ uint32_t end() const { return barriers + (24 * STAGES + 15) / 16 * 16; }
+  // Of this thread's channels 8 * q on.
+  __device__ __forceinline__ uint32_t places_at(int q) const { return places + (q * blockDim.x + threadIdx.x) * 16; }
   __device__ __forceinline__ void copy(const Params& p, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
     mbarrier_expect(full(stage), inputs * bytes);
@@ -103,7 +110,7 @@ struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
   bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[kGather ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
+  uint32_t at[kGather && !kPlaces ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
   __device__ __forceinline__ Place(const Arguments& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
@@ -140,13 +147,28 @@ struct Place {
         }
       }
       constexpr int kBytes = E::kBytes;
-      at[kGather ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
-      at[kGather ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      const uint32_t low = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
+      const uint32_t high = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      if constexpr (kPlaces)
+        store_shared_8(ring.places_at(i / 8) + i % 8 * 2, low, high);
+      else
+        at[i / 2] = low, at[i / 2 + 1] = high;
       if (FUSE == 1) store_shared_8(weights_at(ring, i / 8) + i % 8 * 2, w[0] | w[1] << 16, w[2] | w[3] << 16);
     }
   }
-  __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input) const {
-    if constexpr (kGather) {
+  __device__ __forceinline__ void read(const Ring& ring, float (&v)[kValues], uint32_t input) const {
+    if constexpr (kPlaces) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint4 eight = load_shared_16(ring.places_at(q));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t two = part(eight, i);
+          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_plus(two, input)));
+          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
+        }
+      }
+    } else if constexpr (kGather) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
         const uint32_t two = at[kGather ? i / 2 : 0];
@@ -298,7 +320,7 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
     const float multiple = scales.multiple(ratio);
     divisor = __fmul_rn(divisor, multiple), by = uint32_t(multiple);
   } else {
-    const int e = scales.exponent(ratios[place.block]);
+    const int e = scales.exponent(scales.largest_of(ratios, place.block));
     divisor = __fmul_rn(divisor, __int_as_float((e + 127) << 23));
     int* const words = p.multiples + at.atom * 8;
     if (place.exists && place.lane == 0) {
@@ -372,7 +394,7 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
     for (int i = 0; i < kValues; ++i) v[i] = 0.f;
     return;
   }
-  place.read(v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
+  place.read(ring, v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
   if constexpr (FUSE == 1) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], inverse);
@@ -386,7 +408,7 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
     round_all(v);
   } else if constexpr (FUSE == 2) {
     float up[kValues];
-    place.read(up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
+    place.read(ring, up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = sigmoid_times(v[i]);
     round_all(v);
@@ -408,7 +430,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
 #if SHARE == 0
   float* const first_ratios = reinterpret_cast<float*>(shared + (ring.end() - ring.base));
   float* ratios = first_ratios;
-  const int pitch = max(p.NB, int(blockDim.x) / 8);
+  const int pitch = (max(max(p.NB, int(blockDim.x) / 8), 32) + 3) / 4 * 4;
   // Where the second token's ratios will be: no warp leaves one there before all have read the table.
   uint16_t* const table = reinterpret_cast<uint16_t*>(first_ratios);
 #endif
@@ -437,10 +459,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
   place.find(p, ring);
   wait_for_previous_kernel();
   const int step = gridDim.x, tiles = SHARE == 0 ? p.M : (p.M + 7) / 8 * 8;
-  const unsigned long long policy = l2_evict_first();
   if (threadIdx.x == 0)
     for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
-      ring.copy(p, token, stage, policy);
+      ring.copy(p, token, stage, l2_evict_first());
 
   int stage = 0, parity = 0;
   if (FUSE == 1 && blockIdx.x < p.M) {
@@ -472,7 +493,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
     if (threadIdx.x == 0 && token >= step && refill < p.M) {
       const int last = (stage + STAGES - 1) % STAGES;
       mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
-      ring.copy(p, refill, last, policy);
+      ring.copy(p, refill, last, l2_evict_first());
     }
 #if SHARE == 0
     ratios = ratios == first_ratios ? first_ratios + pitch : first_ratios; // the last token's may still be read

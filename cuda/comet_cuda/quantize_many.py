@@ -26,6 +26,10 @@ FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel
 DIRECT_WARPS = range(4, 9)  # without a gather
 STAGES = {"none": 4, "rms_norm": 3, "silu_mul": 3}  # rows in shared memory
 REGISTERS = 96  # a thread
+SHORT = False  # quantize_token with fewer registers a thread: more ctas a multiprocessor, and rows of 32,768 channels
+SHORT_REGISTERS = (72, 64)  # the latter where it allows half as many ctas more
+SHORT_WARPS = 32  # of a cta
+SHORT_STAGES = 3
 SM_REGISTERS = 65536
 BARRIER_BYTES = 24  # a stage
 
@@ -38,17 +42,22 @@ class ManyPlan:
     splits: int  # ctas that share a token's blocks
     tokens: int  # that are under way at once
     shared_bytes: int
+    registers: int = REGISTERS  # a thread
+    stages: int = 0
 
 
 def many_defines(
-    dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False
+    dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False, plan: ManyPlan | None = None
 ) -> dict[str, int | str]:
     """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`."""
+    short = {} if plan is None or plan.registers == REGISTERS else {
+        "REGISTERS": plan.registers, "PLACES": 1, "STAGES": plan.stages
+    }  # fmt: skip
     return {
         "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": share,
         "GATHER": int(gathered or fuse == "rms_norm"),
         "FUSE": FUSES.index(fuse), "HADAMARD": int(hadamard), "STAGES": STAGES[fuse], "REGISTERS": REGISTERS,
-    }  # fmt: skip
+    } | short  # fmt: skip
 
 
 def plan_many(
@@ -75,6 +84,8 @@ def plan_many(
         return None
     blocks = num_blocks(channels)
     needed = -(-blocks // BLOCKS)  # warps a token
+    if token and SHORT and not norm:
+        return plan_short(rows, channels, fuse, gathered, sms, shared_limit)
     if (gathered and not whole) or (whole and needed >= MOST_WARPS):
         return None
     warps = needed if whole else min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
@@ -82,12 +93,39 @@ def plan_many(
     held = blocks if norm or gathered else BLOCKS * warps
     warps += 1
     extra = 2 * BLOCKS * BLOCK * needed if norm else 0  # bytes, of the norm's weights
-    extra += 2 * 4 * max(blocks, 4 * warps) if token else 0  # of two tokens' ratios, or which warp has which block
-    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra
+    extra += ratio_bytes(blocks, warps) if token else 0
+    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra + 8
     ctas = min(SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[share]))
     if ctas < (FEWEST_CTAS if norm else 1):
         return None
     return ManyPlan(warps, splits, max(1, min(-(-rows // 8) * 8, sms * ctas // splits)), shared_bytes)
+
+
+def ratio_bytes(blocks: int, warps: int) -> int:
+    """Shared memory of two tokens' ratios, or which warp has which block."""
+    return 2 * 4 * ((max(blocks, 4 * warps, 32) + 3) // 4 * 4)
+
+
+def plan_short(rows: int, channels: int, fuse: str, gathered: bool, sms: int, shared_limit: int) -> ManyPlan | None:
+    """`plan_many` of quantize_token where SHORT is set."""
+    blocks = num_blocks(channels)
+    warps = -(-blocks // BLOCKS) + 1
+    if warps > SHORT_WARPS:
+        return None
+    inputs = 1 if fuse == "none" else 2
+    extra = ratio_bytes(blocks, warps) + 8 + (2 * 32 * 32 * warps if gathered else 0)
+    found: list[tuple[int, int, int]] = []  # ctas, registers, stages
+    for registers in SHORT_REGISTERS:
+        for stages in (SHORT_STAGES, 2):
+            shared_bytes = stages * (blocks * BLOCK * 2 * inputs + BARRIER_BYTES) + extra
+            ctas = min(SM_REGISTERS // (registers * 32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[TOKEN]))
+            found.append((ctas, registers, stages))
+    best = next((each for each in found if 3 * each[0] > 2 * max(found)[0]), found[0])
+    ctas, registers, stages = best
+    if ctas < 1:
+        return None
+    shared_bytes = stages * (blocks * BLOCK * 2 * inputs + BARRIER_BYTES) + extra
+    return ManyPlan(warps, 1, max(1, min(rows, sms * ctas)), shared_bytes, registers, stages)
 
 
 def configurations(family: str) -> list[Configuration]:

@@ -49,6 +49,10 @@ FEW_WARPS, MOST_WARPS = 16, 32  # of a cta
 MOST_CLUSTER = 8  # ctas that share a token
 ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
 MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
+ROW_SOURCE = "quantize_row.cu"
+ROW = False  # take it for few tokens
+ROW_TOKENS = 512  # from here on it is not taken
+ROW_CTAS = {10: 3, 18: 1, MOST_WARPS: 1}  # warps a cta at most: ctas a multiprocessor at least
 _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
 
 
@@ -73,6 +77,28 @@ class TokenPlan:
             "BATCH": min(MOST_BATCH, self.cluster * self.rounds or MOST_BATCH),
             "THREADS": WARP * (MOST_WARPS if wide else FEW_WARPS), "MIN_CTAS": 1 if wide else 2,
         }  # fmt: skip
+
+
+def row_warps(rows: int, channels: int) -> int | None:
+    """Warps of quantize_row.cu's ctas for x [rows, channels] whose rows are aligned to 16 bytes; None: not its case."""
+    warps = -(-num_blocks(channels) // 4) + 1
+    return warps if ROW and rows < ROW_TOKENS and channels % 8 == 0 and warps <= MOST_WARPS else None
+
+
+def row_defines(warps: int, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool) -> dict[str, int | str]:
+    """The preprocessor definitions of quantize_row.cu."""
+    most = min(each for each in ROW_CTAS if each >= warps)
+    return {
+        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1, "DIRECT": 1,
+        "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(gather or fuse == "rms_norm"),
+        "THREADS": WARP * most, "MIN_CTAS": ROW_CTAS[most],
+    }  # fmt: skip
+
+
+def row_shared_bytes(channels: int, fuse: str, gather: bool) -> int:
+    """Dynamic shared memory of a cta of quantize_row.cu."""
+    blocks, cell = num_blocks(channels), 4 if fuse == "rms_norm" else 2
+    return max(blocks + 3, 32) // 4 * 16 + (blocks * BLOCK * cell if gather or fuse == "rms_norm" else 0)
 
 
 def plan_token(
@@ -141,9 +167,14 @@ def _bound(
     if hopper and aligned == 0:
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
         if many is not None:
-            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered)
+            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, many)
             bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
+    warps = row_warps(rows, channels)
+    if hopper and aligned == 0 and warps is not None:
+        defines = row_defines(warps, dtype, hadamard, fuse, gathered)
+        shared_bytes = row_shared_bytes(channels, fuse, gathered)
+        return bind(ROW_SOURCE, defines, (rows, 1), warps, shared_bytes), gathered or fuse == "rms_norm"
     vector = channels % 4 == 0 and aligned % 8 == 0
     plan = plan_token(rows, channels, fuse, gathered, vector, sms, MOST_CLUSTER if hopper else 1)
     if plan.shared_bytes > limit - 1024:

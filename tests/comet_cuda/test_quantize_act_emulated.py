@@ -62,6 +62,7 @@ PTX = (  # statement of the kernel -> what it means
 KERNELS = {
     "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE,
     "quantize_many": quantize_many.SOURCE, "quantize_token": quantize_token.SOURCE,
+    "quantize_row": quantize_token.ROW_SOURCE,
 }  # fmt: skip
 
 

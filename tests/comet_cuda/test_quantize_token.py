@@ -158,8 +158,12 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
     if many is not None:
-        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered)
+        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, many)
         threads, ctas, entry = 32 * many.warps, 2, "quantize_many"
+    warps = quantize_token.row_warps(rows, channels)
+    if warps is not None:
+        defines = quantize_token.row_defines(warps, x.dtype, hadamard, fuse, gathered)
+        threads, ctas, entry = 32 * warps, rows, "quantize_row"
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -174,6 +178,48 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     if residual is not None:
         residual.copy_(held[2])
     return held[8], held[10], held[9]
+
+
+@pytest.fixture
+def rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_token, "ROW", True)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_many, "SHORT", True)
+
+
+@emulation
+@pytest.mark.usefixtures("rows_one_by_one")
+@pytest.mark.parametrize(
+    ("rows", "channels"), [(9, 1408), (3, 584), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 5896), (2, 14336)))]
+)
+def test_the_kernel_for_few_tokens_equals_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for i, mix in enumerate(MIXES):
+        for gathered in (True, False):
+            x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=i != 2 or gathered)
+            got = emulate(build, x, arguments)
+            assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
+
+
+@emulation
+@pytest.mark.usefixtures("rows_one_by_one")
+@pytest.mark.parametrize(("rows", "channels"), [(9, 1152), pytest.param(3, 4104, marks=pytest.mark.slow)])
+def test_fused_forms_for_few_tokens_equal_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    fused_equal(build, rows, channels)
+
+
+@emulation
+@pytest.mark.usefixtures("any_number_is_many", "short")
+@pytest.mark.parametrize(("rows", "channels"), [(11, 2888), pytest.param(3, 28672, marks=pytest.mark.slow)])
+def test_the_kernel_for_many_tokens_with_few_registers(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for mix in MIXES:
+        gathered = mix in ("mixed", "int4")
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=mix != "int4")
+        got = emulate(build, x, arguments)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
+    fused_equal(build, rows, min(channels, 1288))
 
 
 @pytest.fixture
