@@ -50,7 +50,7 @@ def many_defines(
     dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False, plan: ManyPlan | None = None
 ) -> dict[str, int | str]:
     """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`."""
-    short = {} if plan is None or plan.registers == REGISTERS else {
+    short: dict[str, int | str] = {} if plan is None or plan.registers == REGISTERS else {
         "REGISTERS": plan.registers, "PLACES": 1, "STAGES": plan.stages
     }  # fmt: skip
     return {
@@ -118,7 +118,9 @@ def plan_short(rows: int, channels: int, fuse: str, gathered: bool, sms: int, sh
     for registers in SHORT_REGISTERS:
         for stages in (SHORT_STAGES, 2):
             shared_bytes = stages * (blocks * BLOCK * 2 * inputs + BARRIER_BYTES) + extra
-            ctas = min(SM_REGISTERS // (registers * 32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[TOKEN]))
+            ctas = min(
+                SM_REGISTERS // (registers * 32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[TOKEN])
+            )
             found.append((ctas, registers, stages))
     best = next((each for each in found if 3 * each[0] > 2 * max(found)[0]), found[0])
     ctas, registers, stages = best

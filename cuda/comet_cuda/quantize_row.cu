@@ -10,8 +10,8 @@
 // order, in which blocks that are not rotated are read.
 //
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
-// OUT 1, SHARE 1, DIRECT 1; GATHER (1; 0: channels come in storage order, and FUSE is not 1); THREADS at most, MIN_CTAS.
-// K is a multiple of 8, rows are aligned to 16 bytes, and a cta has at least NB / 4 + 1 warps.
+// OUT 1, SHARE 1; DIRECT (blocks at most, see token_scale.cuh); GATHER (1; 0: channels come in storage order, and FUSE is not 1); THREADS at most, MIN_CTAS.
+// K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least NB / 4 + 1 warps, and up to 32 blocks are INT8.
 #include "comet/token_scale.cuh"
 
 using namespace comet;
@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
 #pragma unroll
   for (int i = 0; i < kPieces; ++i)
     weights[i] = FUSE == 1 ? load_eight(p.norm_weight, 8 * (threadIdx.x + i * blockDim.x), p.K) : uint4{};
+  const float per_channel = __fdividef(1.f, float(p.K));
   wait_for_previous_kernel();
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -162,12 +163,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
     if (threadIdx.x >= blockDim.x / 32 && threadIdx.x < 32) partial[threadIdx.x] = 0.f;
     __syncthreads();
     float sums[4] = {};
-    for (int i = 0; i < int(blockDim.x) / 32; i += 4) {
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i += 4) {
       const uint4 four = *reinterpret_cast<const uint4*>(partial + i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[j] += __uint_as_float(part(four, j));
     }
-    inverse = rsqrtf(__fdividef((sums[0] + sums[1]) + (sums[2] + sums[3]), float(p.K)) + p.eps);
+    inverse = rsqrtf(((sums[0] + sums[1]) + (sums[2] + sums[3])) * per_channel + p.eps);
   } else {
     __syncthreads();
   }

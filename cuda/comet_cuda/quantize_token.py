@@ -51,6 +51,7 @@ ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
 MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
 ROW_SOURCE = "quantize_row.cu"
 ROW = False  # take it for few tokens
+ROW_EIGHTS = 32  # INT8 blocks that it can have
 ROW_TOKENS = 512  # from here on it is not taken
 ROW_CTAS = {10: 3, 18: 1, MOST_WARPS: 1}  # warps a cta at most: ctas a multiprocessor at least
 _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
@@ -79,17 +80,17 @@ class TokenPlan:
         }  # fmt: skip
 
 
-def row_warps(rows: int, channels: int) -> int | None:
+def row_warps(rows: int, channels: int, few_eights: bool) -> int | None:
     """Warps of quantize_row.cu's ctas for x [rows, channels] whose rows are aligned to 16 bytes; None: not its case."""
     warps = -(-num_blocks(channels) // 4) + 1
-    return warps if ROW and rows < ROW_TOKENS and channels % 8 == 0 and warps <= MOST_WARPS else None
+    return warps if ROW and few_eights and rows < ROW_TOKENS and channels % 8 == 0 and warps <= MOST_WARPS else None
 
 
 def row_defines(warps: int, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool) -> dict[str, int | str]:
     """The preprocessor definitions of quantize_row.cu."""
     most = min(each for each in ROW_CTAS if each >= warps)
     return {
-        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1, "DIRECT": 1,
+        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1, "DIRECT": 4 * most,
         "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(gather or fuse == "rms_norm"),
         "THREADS": WARP * most, "MIN_CTAS": ROW_CTAS[most],
     }  # fmt: skip
@@ -144,7 +145,15 @@ def configurations(family: str) -> list[Configuration]:
 
 @functools.lru_cache(maxsize=4096)
 def _bound(
-    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool
+    device: int,
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    hadamard: bool,
+    fuse: str,
+    aligned: int,
+    gathered: bool,
+    few_eights: bool,
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
@@ -170,7 +179,7 @@ def _bound(
             defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, many)
             bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
-    warps = row_warps(rows, channels)
+    warps = row_warps(rows, channels, few_eights)
     if hopper and aligned == 0 and warps is not None:
         defines = row_defines(warps, dtype, hadamard, fuse, gathered)
         shared_bytes = row_shared_bytes(channels, fuse, gathered)
@@ -240,7 +249,9 @@ def launch(
         (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
     )
     aligned = (x_at | weight_at | residual_at | out_at) % 16
-    bound, gather = _bound(device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None)
+    bound, gather = _bound(
+        device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None, int8_blocks <= ROW_EIGHTS
+    )
     if gather:
         perm = identity(channels, device) if perm is None else perm
         perm = perm if perm.data_ptr() % PERM_ALIGNMENT == 0 else perm.clone()

@@ -268,8 +268,13 @@ struct Consumer {
 // Partial sums of a tile that several ctas share, and a flag for each warpgroup: 1 when they are there.
 struct Shares {
     static constexpr int kCount = kSets * kResults;                         // sums of a thread
-    static constexpr int kAtOnce = kCount < 32 ? kCount : 32;               // loaded together from one cta,
-    static constexpr int kOthers = kCount > 64 ? 1 : kCount > 32 ? 2 : 4;   // and from how many
+#if QUICK
+    static constexpr int kAtOnce = kCount < 64 ? kCount : 64;               // loaded together from one cta,
+    static constexpr int kOthers = kCount > 32 ? 1 : kCount > 16 ? 2 : 4;   // and from how many
+#else
+    static constexpr int kAtOnce = kCount < 32 ? kCount : 32;
+    static constexpr int kOthers = kCount > 64 ? 1 : kCount > 32 ? 2 : 4;
+#endif
     unsigned* partials;  // [cta, warpgroup, kCount, 128]; 4 bytes an access, since wider ones cost registers
     unsigned* flags;     // [cta, warpgroup]
     int group, thread;
@@ -282,8 +287,17 @@ struct Shares {
         unsigned* to = place(cta);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) to[i * 128] = acc[i / kResults][i % kResults];
+#if QUICK
+        named_arrive(kGivenBarrier + group, 160);
+#else
         named_sync(kGroupBarrier + group, 128);
         if (thread == 0) store_release(flags + slot(cta), 1);
+#endif
+    }
+    // A warp that has nothing else to do raises the flags when sums are there, so that nobody waits for their way to L2.
+    __device__ __forceinline__ void announce(int cta) const {
+        named_sync(kGivenBarrier + group, 160);
+        if ((thread & 31) == 0) store_release(flags + slot(cta), 1);
     }
     // Add the sums of ctas first .. last: flags are polled side by side, loads from several are under way together.
     __device__ __forceinline__ void take(unsigned (&acc)[kSets][kResults], int first, int last) const {
@@ -361,6 +375,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
         registers_down<PRODUCER_REGS>();
         if (thread == 0) produce_weights(operands, Place(ring, 1), cta, ctas);
         if (thread == 32) produce_activations(operands, Place(ring, 1), cta, ctas);
+#if QUICK
+        Segment segment;
+        if (thread >= 64 && find_segment(schedule, cta, ctas, 0, segment) && segment.first > 0) {  // a cta gives once, at first
+            for (int group = __shfl_sync(0xffffffffu, thread >> 5, 0) - 2; group < ROW_WGS; group += 2)
+                Shares{operands.partials, operands.flags, group, thread}.announce(cta);
+        }
+#endif
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();

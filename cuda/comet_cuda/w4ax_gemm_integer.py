@@ -52,6 +52,7 @@ class IntegerTiles:
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
+    quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
 
@@ -85,6 +86,7 @@ class IntegerTiles:
             "TOKEN_TILES": self.token_tiles,
             "ROW_WGS": self.row_wgs,
             "BATCH": self.batch,
+            "QUICK": self.quick,
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
             "OUT": OUT_KINDS[out_dtype],

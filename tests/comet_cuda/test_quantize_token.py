@@ -160,7 +160,7 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     if many is not None:
         defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, many)
         threads, ctas, entry = 32 * many.warps, 2, "quantize_many"
-    warps = quantize_token.row_warps(rows, channels)
+    warps = quantize_token.row_warps(rows, channels, eights <= quantize_token.ROW_EIGHTS)
     if warps is not None:
         defines = quantize_token.row_defines(warps, x.dtype, hadamard, fuse, gathered)
         threads, ctas, entry = 32 * warps, rows, "quantize_row"
@@ -193,7 +193,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @emulation
 @pytest.mark.usefixtures("rows_one_by_one")
 @pytest.mark.parametrize(
-    ("rows", "channels"), [(9, 1408), (3, 584), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 5896), (2, 14336)))]
+    ("rows", "channels"),
+    [(9, 1408), (3, 584), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 5896), (2, 14336)))],
 )
 def test_the_kernel_for_few_tokens_equals_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     for i, mix in enumerate(MIXES):
@@ -213,7 +214,7 @@ def test_fused_forms_for_few_tokens_equal_the_reference(build, rows: int, channe
 @emulation
 @pytest.mark.usefixtures("any_number_is_many", "short")
 @pytest.mark.parametrize(("rows", "channels"), [(11, 2888), pytest.param(3, 28672, marks=pytest.mark.slow)])
-def test_the_kernel_for_many_tokens_with_few_registers(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+def test_many_tokens_with_few_registers(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     for mix in MIXES:
         gathered = mix in ("mixed", "int4")
         x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=mix != "int4")

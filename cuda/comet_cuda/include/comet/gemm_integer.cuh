@@ -22,7 +22,8 @@ constexpr int kRecordsAt = kCodesBytes + kMultipleBytes;
 constexpr int kStageBytes = (kRecordsAt + ROW_WGS * kRecord + 1023) / 1024 * 1024;
 constexpr int kThreads = 128 * (ROW_WGS + 1);
 constexpr unsigned kFullAt = kStageBytes * STAGES, kEmptyAt = kFullAt + 8 * STAGES;
-constexpr int kGroupBarrier = 1;  // named barriers: one a consumer warpgroup
+constexpr int kGroupBarrier = 1;  // named barriers: one a consumer warpgroup,
+constexpr int kGivenBarrier = kGroupBarrier + ROW_WGS;  // and one more for the warp that announces its partial sums
 static_assert(kEmptyAt + 8 * STAGES + 1024 <= 232448, "stages fit in shared memory");
 
 // The kernel's one parameter (packed by w4ax_gemm_integer.py); stays in constant memory.

@@ -9,7 +9,7 @@
 
 #include "comet/quantize_scale.cuh"
 
-#ifndef DIRECT // 1: up to 32 INT8 blocks are summed by every thread alone; the ratios then take 32 floats at least
+#ifndef DIRECT // how many blocks there may be, where up to 32 INT8 blocks are summed by every thread alone: so many ratios
 #define DIRECT 0
 #endif
 
@@ -86,13 +86,25 @@ template <int kMost> __device__ __forceinline__ float sum_by_thread(const float*
 struct TokenScale {
   float scale, reciprocal;
 #if DIRECT
-  uint32_t largest[kGroups];
-  bool by_thread; // the maxima are there, and not over the ratios
+  uint32_t largest[kGroups]; // in place of the maxima over the ratios
 #endif
 
   // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps. `two_forms`: a
   // short one for few INT8 blocks beside the general one, which costs registers.
   __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane, bool two_forms = true) {
+#if DIRECT
+    uint32_t top = 0; // of INT4 blocks; non-negative floats are ordered as integers
+#pragma unroll
+    for (int first = 0; first < DIRECT; first += 32) {
+      const int b = first + lane;
+      top = max(top, b >= eights && b < blocks ? __float_as_uint(ratios[b]) : 0u);
+    }
+    top = __reduce_max_sync(kWarp, top);
+    const float sum = eights <= 8    ? sum_by_thread<8>(ratios, eights, largest)
+                      : eights <= 16 ? sum_by_thread<16>(ratios, eights, largest)
+                                     : sum_by_thread<32>(ratios, eights, largest);
+    const float first = __uint_as_float(largest[0]); // of the INT8 blocks' maxima
+#else
     uint32_t top = 0, most = 0; // of INT4 and INT8 blocks; non-negative floats are ordered as integers
     for (int b = lane; b < blocks; b += 32) {
       const uint32_t ratio = __float_as_uint(ratios[b]);
@@ -103,23 +115,12 @@ struct TokenScale {
     }
     top = __reduce_max_sync(kWarp, top);
     float first = 0.f, sum = 0.f; // of the INT8 blocks' maxima: the first, and all
-#if DIRECT
-    by_thread = eights <= 32;
-    if (eights <= 8)
-      sum = sum_by_thread<8>(ratios, eights, largest);
-    else if (eights <= 16)
-      sum = sum_by_thread<16>(ratios, eights, largest);
-    else if (eights <= 32)
-      sum = sum_by_thread<32>(ratios, eights, largest);
-    if (by_thread) first = __uint_as_float(largest[0]);
-    if (!by_thread) {
-#else
     if (eights > 0) {
-#endif
       first = __uint_as_float(__reduce_max_sync(kWarp, most));
       sum = two_forms && eights <= 8 ? sum_of_groups<8>(ratios, eights, lane) : sum_of_groups<32>(ratios, eights, lane);
       __syncwarp(); // the maxima that this warp reads are there
     }
+#endif
     float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
     if (first > least) { // at most 250 times, as the sum holds it: the first group's ratio becomes a power of two
       // The exponent of first / least, without the division: the quotient of two mantissas never rounds up to 1. Where
@@ -143,14 +144,13 @@ struct TokenScale {
   // What INT8 block b counts as: the maximum of its group and all after it.
   __device__ __forceinline__ float largest_of(const float* ratios, int b) const {
 #if DIRECT
-    if (by_thread) {
-      uint32_t found = largest[0];
+    uint32_t found = largest[0];
 #pragma unroll
-      for (int group = 1; group < kGroups; ++group) found = b + 1 >= 1 << group ? largest[group] : found;
-      return __uint_as_float(found);
-    }
-#endif
+    for (int group = 1; group < kGroups; ++group) found = b + 1 >= 1 << group ? largest[group] : found;
+    return __uint_as_float(found);
+#else
     return ratios[b];
+#endif
   }
   // An INT8 block's multiple is 2^e.
   __device__ __forceinline__ int exponent(float largest) const {
