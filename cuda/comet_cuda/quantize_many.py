@@ -27,7 +27,8 @@ DIRECT_WARPS = range(4, 9)  # without a gather
 STAGES = {"none": 4, "rms_norm": 3, "silu_mul": 3}  # rows in shared memory
 REGISTERS = 96  # a thread
 SHORT = False  # quantize_token with fewer registers a thread: more ctas a multiprocessor, and rows of 32,768 channels
-SHORT_REGISTERS = (72, 64)  # the latter where it allows half as many ctas more
+DIRECT = False  # quantize_token: every thread adds the INT8 blocks' scales alone
+SHORT_REGISTERS = (80, 72, 64)  # the first that allows two thirds of the ctas that any does
 SHORT_WARPS = 32  # of a cta
 SHORT_STAGES = 3
 SM_REGISTERS = 65536
@@ -47,17 +48,30 @@ class ManyPlan:
 
 
 def many_defines(
-    dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False, plan: ManyPlan | None = None
+    dtype: torch.dtype,
+    hadamard: bool,
+    fuse: str,
+    share: int = 1,
+    gathered: bool = False,
+    plan: ManyPlan | None = None,
+    eights: int | None = None,
 ) -> dict[str, int | str]:
-    """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`."""
-    short: dict[str, int | str] = {} if plan is None or plan.registers == REGISTERS else {
-        "REGISTERS": plan.registers, "PLACES": 1, "STAGES": plan.stages
-    }  # fmt: skip
-    return {
+    """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`.
+
+    Args:
+        plan: with share TOKEN. eights: INT8 blocks at most, see token_scale.cuh.
+    """
+    more: dict[str, int | str] = {}
+    if plan is not None and plan.registers != REGISTERS:
+        more = {"REGISTERS": plan.registers, "PLACES": 1, "STAGES": plan.stages}
+    if plan is not None and DIRECT and eights:
+        more |= {"DIRECT": 32 * -(-BLOCKS * (plan.warps - 1) // 32), "EIGHTS": eights}
+    defines: dict[str, int | str] = {
         "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": share,
         "GATHER": int(gathered or fuse == "rms_norm"),
         "FUSE": FUSES.index(fuse), "HADAMARD": int(hadamard), "STAGES": STAGES[fuse], "REGISTERS": REGISTERS,
-    } | short  # fmt: skip
+    }  # fmt: skip
+    return defines | more
 
 
 def plan_many(

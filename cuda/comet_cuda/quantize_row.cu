@@ -10,8 +10,8 @@
 // order, in which blocks that are not rotated are read.
 //
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
-// OUT 1, SHARE 1; DIRECT (blocks at most, see token_scale.cuh); GATHER (1; 0: channels come in storage order, and FUSE is not 1); THREADS at most, MIN_CTAS.
-// K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least NB / 4 + 1 warps, and up to 32 blocks are INT8.
+// OUT 1, SHARE 1; DIRECT and EIGHTS (blocks at most, see token_scale.cuh); GATHER (1; 0: channels come in storage order, and FUSE is not 1); THREADS at most, MIN_CTAS.
+// K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least NB / 4 + 1 warps.
 #include "comet/token_scale.cuh"
 
 using namespace comet;

@@ -51,7 +51,7 @@ ROUNDS = (1, 2, 4, 7)  # blocks of a warp that registers keep
 MOST_BATCH = 4  # groups of four channels that a thread loads before it stages the first
 ROW_SOURCE = "quantize_row.cu"
 ROW = False  # take it for few tokens
-ROW_EIGHTS = 32  # INT8 blocks that it can have
+EIGHTS = (8, 16, 32)  # INT8 blocks at most, of kernels in which every thread adds their scales alone
 ROW_TOKENS = 512  # from here on it is not taken
 ROW_CTAS = {10: 3, 18: 1, MOST_WARPS: 1}  # warps a cta at most: ctas a multiprocessor at least
 _PARAMS = struct.Struct("<10Q3ifQi4x")  # TokenParams of quantize_token.cu
@@ -80,18 +80,25 @@ class TokenPlan:
         }  # fmt: skip
 
 
-def row_warps(rows: int, channels: int, few_eights: bool) -> int | None:
+def most_eights(int8_blocks: int) -> int | None:
+    """Which of EIGHTS a kernel is compiled for; None: there are more."""
+    return next((most for most in EIGHTS if int8_blocks <= most), None)
+
+
+def row_warps(rows: int, channels: int, eights: int | None) -> int | None:
     """Warps of quantize_row.cu's ctas for x [rows, channels] whose rows are aligned to 16 bytes; None: not its case."""
     warps = -(-num_blocks(channels) // 4) + 1
-    return warps if ROW and few_eights and rows < ROW_TOKENS and channels % 8 == 0 and warps <= MOST_WARPS else None
+    return warps if ROW and eights and rows < ROW_TOKENS and channels % 8 == 0 and warps <= MOST_WARPS else None
 
 
-def row_defines(warps: int, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool) -> dict[str, int | str]:
+def row_defines(
+    warps: int, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool, eights: int
+) -> dict[str, int | str]:
     """The preprocessor definitions of quantize_row.cu."""
     most = min(each for each in ROW_CTAS if each >= warps)
     return {
-        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1, "DIRECT": 4 * most,
-        "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(gather or fuse == "rms_norm"),
+        "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1,
+        "DIRECT": 4 * most, "EIGHTS": eights, "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(gather or fuse == "rms_norm"),
         "THREADS": WARP * most, "MIN_CTAS": ROW_CTAS[most],
     }  # fmt: skip
 
@@ -153,7 +160,7 @@ def _bound(
     fuse: str,
     aligned: int,
     gathered: bool,
-    few_eights: bool,
+    eights: int | None,
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
@@ -176,12 +183,12 @@ def _bound(
     if hopper and aligned == 0:
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
         if many is not None:
-            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, many)
+            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, many, eights)
             bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
-    warps = row_warps(rows, channels, few_eights)
-    if hopper and aligned == 0 and warps is not None:
-        defines = row_defines(warps, dtype, hadamard, fuse, gathered)
+    warps = row_warps(rows, channels, eights)
+    if hopper and aligned == 0 and warps is not None and eights is not None:
+        defines = row_defines(warps, dtype, hadamard, fuse, gathered, eights)
         shared_bytes = row_shared_bytes(channels, fuse, gathered)
         return bind(ROW_SOURCE, defines, (rows, 1), warps, shared_bytes), gathered or fuse == "rms_norm"
     vector = channels % 4 == 0 and aligned % 8 == 0
@@ -250,7 +257,7 @@ def launch(
     )
     aligned = (x_at | weight_at | residual_at | out_at) % 16
     bound, gather = _bound(
-        device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None, int8_blocks <= ROW_EIGHTS
+        device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None, most_eights(int8_blocks)
     )
     if gather:
         perm = identity(channels, device) if perm is None else perm

@@ -158,11 +158,14 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
     if many is not None:
-        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, many)
+        defines = quantize_many.many_defines(
+            x.dtype, hadamard, fuse, 0, gathered, many, quantize_token.most_eights(eights)
+        )
         threads, ctas, entry = 32 * many.warps, 2, "quantize_many"
-    warps = quantize_token.row_warps(rows, channels, eights <= quantize_token.ROW_EIGHTS)
-    if warps is not None:
-        defines = quantize_token.row_defines(warps, x.dtype, hadamard, fuse, gathered)
+    most = quantize_token.most_eights(eights)
+    warps = quantize_token.row_warps(rows, channels, most)
+    if warps is not None and most is not None:
+        defines = quantize_token.row_defines(warps, x.dtype, hadamard, fuse, gathered, most)
         threads, ctas, entry = 32 * warps, rows, "quantize_row"
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
@@ -188,6 +191,7 @@ def rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_many, "SHORT", True)
+    monkeypatch.setattr(quantize_many, "DIRECT", True)
 
 
 @emulation

@@ -9,7 +9,7 @@
 
 #include "comet/quantize_scale.cuh"
 
-#ifndef DIRECT // how many blocks there may be, where up to 32 INT8 blocks are summed by every thread alone: so many ratios
+#ifndef DIRECT // how many blocks there may be, where up to EIGHTS (8, 16, 32) INT8 blocks are summed by every thread alone
 #define DIRECT 0
 #endif
 
@@ -100,9 +100,7 @@ struct TokenScale {
       top = max(top, b >= eights && b < blocks ? __float_as_uint(ratios[b]) : 0u);
     }
     top = __reduce_max_sync(kWarp, top);
-    const float sum = eights <= 8    ? sum_by_thread<8>(ratios, eights, largest)
-                      : eights <= 16 ? sum_by_thread<16>(ratios, eights, largest)
-                                     : sum_by_thread<32>(ratios, eights, largest);
+    const float sum = sum_by_thread<EIGHTS>(ratios, eights, largest);
     const float first = __uint_as_float(largest[0]); // of the INT8 blocks' maxima
 #else
     uint32_t top = 0, most = 0; // of INT4 and INT8 blocks; non-negative floats are ordered as integers
