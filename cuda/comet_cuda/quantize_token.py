@@ -98,8 +98,8 @@ def row_defines(
     most = min(each for each in ROW_CTAS if each >= warps)
     return {
         "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": 1,
-        "DIRECT": 4 * most, "EIGHTS": eights, "HADAMARD": int(hadamard), "FUSE": FUSE[fuse], "GATHER": int(gather or fuse == "rms_norm"),
-        "THREADS": WARP * most, "MIN_CTAS": ROW_CTAS[most],
+        "DIRECT": 4 * most, "EIGHTS": eights, "HADAMARD": int(hadamard), "FUSE": FUSE[fuse],
+        "GATHER": int(gather or fuse == "rms_norm"), "THREADS": WARP * most, "MIN_CTAS": ROW_CTAS[most],
     }  # fmt: skip
 
 
