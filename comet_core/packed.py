@@ -37,9 +37,7 @@ from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_token_ref import check_blocks
 from comet_cuda.weight_grid import scale_fault
 
-FORMAT_VERSION = (
-    3  # 2: `share`, whose scales are tied; 3: one scale a token, scales of a weight row multiples of its base
-)
+FORMAT_VERSION = 3  # 2: `share`, whose scales are tied; 3: a token has one, a weight row's are multiples of its base
 MANIFEST = "comet.json"
 STARTED = "packing.json"  # what a folder holds while packing is under way
 PACK_TENSORS = tuple(name for name in STORED if name != "bias")

@@ -29,7 +29,7 @@ def record(recipe: str, metric: str, value: float, digest: str | None = None) ->
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     home = tmp_path / "runs" / "golden-w4a4kv4"
-    shutil.copytree(GOLDEN / "packed-v2", home / "packed")
+    shutil.copytree(GOLDEN / "packed-v3", home / "packed")
     digest = json.loads((home / "packed" / "comet.json").read_text())["recipe_digest"]
     append(home.parent / "eval.jsonl", record("fp16", "perplexity", 12.3456))
     append(home.parent / "eval.jsonl", record("w4a4kv4", "perplexity", 23.4567, digest))
