@@ -60,12 +60,11 @@ def test_a_rehearsal_leaves_nothing_and_counts_every_layer(tmp_path: Path, monke
     recipe = with_calibration(load_recipe("w4a4-naive"), samples=8, seq_len=32)  # the fastest to pack
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr("comet_core.preflight.heat_map", lambda found, png: png.touch())  # drawing takes most of it
     cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
     found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto")
     assert found.seconds > 0 and found.gpu_memory == 0 and found.disk > packed_bytes(cut(0), recipe)
     assert not list((tmp_path / "scratch").glob("comet-*"))
-    more = rehearse(cut, with_calibration(recipe, samples=64), "calibrate", device="cpu", dtype="auto")
-    assert 0 < more.disk < found.disk
 
 
 ONE_RUN = """
@@ -122,10 +121,8 @@ NEEDS_PROC = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK),
 
 
 @NEEDS_PROC
-@pytest.mark.parametrize(
-    ("layers", "hidden", "samples", "seq_len"),
-    [(3, 256, 16, 128), pytest.param(2, 512, 4, 256, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "hidden", "samples", "seq_len"), [(3, 256, 16, 128), (2, 512, 4, 256)])
 def test_memory_and_disk_are_within_a_quarter(
     tmp_path: Path, layers: int, hidden: int, samples: int, seq_len: int
 ) -> None:
