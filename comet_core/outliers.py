@@ -92,7 +92,15 @@ def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: 
         title: heading. kinds: (name, before, after), each f32 [layers, K], absolute maxima. png: file to write.
     """
     pyplot = ready_to_draw()
-    figure, axes = pyplot.subplots(len(kinds), 2, figsize=(11, 1.0 + 2.2 * len(kinds)), squeeze=False)
+    height = 1.0 + 2.2 * len(kinds)  # inches; margins are given, since finding them takes as long as drawing
+    margins = {"left": 0.06, "right": 0.97, "bottom": 0.35 / height, "top": 1 - 0.65 / height, "hspace": 0.35}
+    figure, axes = pyplot.subplots(
+        len(kinds),
+        2,
+        figsize=(11, height),
+        squeeze=False,
+        gridspec_kw=margins | {"wspace": 0.1, "width_ratios": (1, 1.06)},
+    )
     for row, (name, before, after) in enumerate(kinds):
         top = float(torch.log10(_relative(before)).max())
         for column, (label, values) in enumerate((("model order", before), ("permuted", after))):
@@ -106,9 +114,8 @@ def draw_heat_map(title: str, kinds: Sequence[tuple[str, Tensor, Tensor]], png: 
             axis.set_xticklabels(["channel 0", str(values.shape[1] - 1)], fontsize=7)
             axis.yaxis.get_major_locator().set_params(integer=True)
             axis.tick_params(labelsize=7)
-            figure.colorbar(image, ax=axis, fraction=0.03).ax.tick_params(labelsize=7)
+        figure.colorbar(image, ax=axes[row][1], fraction=0.03, pad=0.02).ax.tick_params(labelsize=7)  # for both
     figure.suptitle(f"{title}: channel maximum over the median channel, log10", fontsize=10)
-    figure.tight_layout()
     with whole_file(png) as partial:
         figure.savefig(partial, format="png", dpi=110)
     pyplot.close(figure)

@@ -272,7 +272,7 @@ def test_stock_transformers_gives_our_logits(weight_only: "Packed", exported: Pa
     assert torch.allclose(stock_logits(exported, tmp_path / "logits.pt"), ours, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_stock_transformers_reads_contiguous_groups_and_rounds_activations(
     default_packed: "Packed", tmp_path: Path, bits: int
 ) -> None:
