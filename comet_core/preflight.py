@@ -86,10 +86,13 @@ def tuning_memory(source: ModelSource) -> int:
     """
     from comet_core.tune import TOKENS_A_PASS
 
-    table, config = parameter_table(source.config), source.config.get_text_config()
-    parameters = sum(torch.Size(shape).numel() for shape in table.shapes.values())
+    config = source.config.get_text_config()
     wide = 12 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    return int(24 * parameters + 2 * TOKENS_A_PASS["cuda"] * config.num_hidden_layers * wide)
+    return int(24 * _parameters(source) + 2 * TOKENS_A_PASS["cuda"] * config.num_hidden_layers * wide)
+
+
+def _parameters(source: ModelSource) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_table(source.config).shapes.values())
 
 
 def default_recipe(source: ModelSource, device: str) -> tuple[str, str]:
@@ -110,7 +113,7 @@ def default_recipe(source: ModelSource, device: str) -> tuple[str, str]:
 
 def weights_bytes(source: ModelSource, dtype: torch.dtype) -> int:
     """Bytes of the whole 16-bit model in memory, from shapes alone."""
-    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in parameter_table(source.config).shapes.values())
+    return dtype.itemsize * _parameters(source)
 
 
 def require_room(wanted: int, what: str, device: str) -> None:

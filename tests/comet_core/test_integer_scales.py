@@ -77,7 +77,7 @@ def test_every_rounded_weight_is_an_integer_operand(seed: int, spread: float, sy
     largest = whole.scale.float().amax(1, keepdim=True).clamp(min=1e-29)  # bases are found before anything is clipped
     assert bool((weight.scale.float() <= 1.2 * largest)[1:].all())
     error, free_error = ((q.dequantize() - w).square().sum() for q in (weight, free))
-    assert float(error) <= 1.5 * float(free_error) + 1e-30
+    assert float(error) <= 1.5 * float(free_error) + 1e-30  # six rows: one large one decides; 1.31 seen
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
