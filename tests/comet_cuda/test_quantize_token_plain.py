@@ -1,6 +1,8 @@
 """One scale a token in the layouts of the other GEMMs (share TOKEN of quantize_act): emulated, and on a GPU."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -106,11 +108,13 @@ def test_eight_bit_blocks_must_come_first() -> None:
         prepare_linear(*weight, ActivationFormat(None, bits, torch.ones(2), True, TOKEN), "sm_80")
 
 
-@pytest.fixture
-def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launchers may not fall back."""
-    monkeypatch.setattr(quantize_act_cuda, "quantize_act_tiled_ref", None)
-    monkeypatch.setattr(quantize_act_cuda, "quantize_act_ref", None)
+@contextlib.contextmanager
+def no_reference() -> Iterator[None]:
+    """The launchers may not fall back. The reference itself does not work here either."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_act_cuda, "quantize_act_tiled_ref", None)
+        patch.setattr(quantize_act_cuda, "quantize_act_ref", None)
+        yield
 
 
 def cuda(arguments: Arguments) -> Arguments:
@@ -120,7 +124,6 @@ def cuda(arguments: Arguments) -> Arguments:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "channels"), SHAPES)
 def test_integers_equal_the_reference(rows: int, channels: int, dtype: torch.dtype) -> None:
@@ -129,10 +132,11 @@ def test_integers_equal_the_reference(rows: int, channels: int, dtype: torch.dty
         x, arguments = x.cuda(), cuda(arguments)
         for layout in LAYOUTS:
             wanted = reference(x, arguments, layout)
-            if layout == "canonical":
-                got = quantize_act(x, *arguments, TOKEN)
-            else:
-                got = quantize_act_tiled(x, *arguments, layout, TOKEN)
+            with no_reference():
+                if layout == "canonical":
+                    got = quantize_act(x, *arguments, TOKEN)
+                else:
+                    got = quantize_act_tiled(x, *arguments, layout, TOKEN)
             assert same(got, wanted, arguments, layout), (mix, gathered, layout)
 
 
@@ -173,7 +177,6 @@ def test_what_the_kernel_cannot_take_is_named_or_left_to_the_reference() -> None
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.usefixtures("no_reference")
 @pytest.mark.parametrize("layout", ["sm_80", "portable"])
 @pytest.mark.parametrize(("tokens", "blocks", "eights"), [(1, 32, 5), (17, 5, 2), (300, 33, 0), (64, 9, 9)])
 def test_a_linear_with_integer_scales_equals_the_reference(tokens: int, blocks: int, eights: int, layout: str) -> None:
@@ -184,7 +187,8 @@ def test_a_linear_with_integer_scales_equals_the_reference(tokens: int, blocks: 
     inputs = ActivationFormat(perm.cuda(), p["bits"].cuda(), clip.cuda(), True, TOKEN)
     weight = [p[name].cuda() for name in ("qweight", "w_scale", "w_zero")]
     bias = torch.randn(264).cuda()
-    got = prepare_linear(*weight, inputs, layout)(x.cuda(), bias)
+    with no_reference():
+        got = prepare_linear(*weight, inputs, layout)(x.cuda(), bias)
     codes, scale = quantize_act_ref(x, perm, p["bits"], clip, True, TOKEN)
     canonical_weight = p["qweight"], p["w_scale"], p["w_zero"]
     wanted = w4ax_gemm_ref(codes, scale, *canonical_weight, p["bits"], bias.cpu(), torch.float32)
