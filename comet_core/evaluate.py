@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from comet_core.calibrate import resolve_compute
 from comet_core.corpus import Corpus, load_corpus, perplexity_windows, unread
 from comet_core.decoder import load_sixteen
-from comet_core.kv_cache import int4_key_fraction
+from comet_core.kv_cache import attention_name, int4_key_fraction
 from comet_core.model_source import ModelSource, cut_layers, resolve_model
 from comet_core.packed import is_packed, load_packed, packed_config, read_manifest
 from comet_core.preflight import require_room, weights_bytes
@@ -113,7 +113,10 @@ def sixteen_subject(source: ModelSource, tokenizer: Any, spec: str = "") -> Subj
 def loaded(subject: Subject, device: str, dtype: torch.dtype, layers: int | None = None) -> Subject:
     """The subject with its model in memory, or with the first `layers` decoder layers of it."""
     if subject.source is None:
-        model = load_packed(Path(subject.spec), device=device, dtype=dtype, layers=layers).model
+        packed = load_packed(Path(subject.spec), device=device, dtype=dtype, layers=layers)
+        model = packed.model
+        if subject.kv_cache != packed.manifest.recipe.kv_cache:
+            model.set_attn_implementation(attention_name(subject.kv_cache, model.config))  # type: ignore[operator]
     else:
         source = subject.source if layers is None else cut_layers(subject.source, layers)
         model = load_sixteen(source, device, dtype)
@@ -174,6 +177,7 @@ def evaluate_perplexity(
     device: str = "auto",
     dtype: str = "auto",
     compare: bool = True,
+    kv16: bool = False,
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Measure one model on one text.
@@ -181,7 +185,8 @@ def evaluate_perplexity(
     Args:
         model_spec: packed folder, model folder, alias, GGUF file or hub id.
         data: corpus name or file. windows: how many, None for all. seq_len: tokens a window.
-        device, dtype: "auto" or torch names. compare: also run the 16-bit model of a packed one.
+        device, dtype: "auto" or torch names. compare: also run the 16-bit model of a packed one. kv16: leave a packed
+            model's KV cache in 16 bit.
 
     Returns:
         eval records: perplexity, and where compared kl (mean KL divergence from the 16-bit model to this one, nats a
@@ -192,7 +197,7 @@ def evaluate_perplexity(
     """
     device, compute = resolve_compute(device, dtype)
     plan = plan_perplexity(
-        str(model_spec), data=data, windows=windows, seq_len=seq_len, compare=compare, progress=progress
+        str(model_spec), data=data, windows=windows, seq_len=seq_len, compare=compare, kv16=kv16, progress=progress
     )
     corpus, tokens = plan.corpus, plan.tokens
     wanted = subject_bytes(plan.subject, compute)
@@ -244,7 +249,14 @@ def evaluate_perplexity(
 
 
 def plan_perplexity(
-    spec: str, *, data: str, windows: int | None, seq_len: int, compare: bool, progress: Progress
+    spec: str,
+    *,
+    data: str,
+    windows: int | None,
+    seq_len: int,
+    compare: bool,
+    kv16: bool = False,
+    progress: Progress,
 ) -> Planned:
     """Find the model, the text, its windows and the model to compare with. Reads no weights.
 
@@ -252,6 +264,8 @@ def plan_perplexity(
         CometError for models, data or windows that cannot be used.
     """
     subject = find_subject(spec)
+    if kv16:
+        subject = replace(subject, kv_cache=KVCacheSpec(bits=16))
     corpus = _unseen(load_corpus(data, role="perplexity"), subject, progress)
     tokens = perplexity_windows(corpus, subject.tokenizer, seq_len=seq_len, windows=windows)
     return Planned(subject, find_base(subject, progress) if compare else None, corpus, tokens)

@@ -53,6 +53,7 @@ class Setting:
     dtype: str  # of the evaluation
     pack_dtype: str
     compare: bool
+    kv16: bool  # the KV cache left in 16 bit, whatever the recipe
     record: Path
     shared: Path  # folder of calibrations and packed models that several variants use
     recipes: tuple[Recipe, ...]  # all variants
@@ -99,6 +100,7 @@ def measured_already(recipe: Recipe, setting: Setting) -> bool:
     wanted = (digest(recipe), setting.windows or "all", setting.seq_len, "perplexity")
     return any(
         (r["provenance"].get("recipe_digest"), r["windows"], r["seq_len"], r["metric"]) == wanted
+        and r["kv_quantized"] == (recipe.kv_cache.bits < 16 and not setting.kv16)
         and _is_called(r["model"], setting.model)
         and _is_called(r["task"], setting.data)
         for r in records
@@ -126,6 +128,7 @@ def measure(recipe: Recipe, setting: Setting) -> None:
         device=setting.device,
         dtype=setting.dtype,
         compare=setting.compare,
+        kv16=setting.kv16,
         progress=SilentProgress(),
     )
     for record in records:
@@ -273,6 +276,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--pack-dtype", default="auto")
     parser.add_argument("--compare", action="store_true", help="run the 16-bit model too: KL and top-1")
+    parser.add_argument("--kv16", action="store_true", help="leave the KV cache in 16 bit")
     parser.add_argument("--keep", type=Path, help="folder for calibrations and packed models; else they are removed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no variant after this time")
@@ -287,7 +291,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="comet-screen-") as home:
             setting = Setting(
                 given.model, given.layers, given.data, given.windows, given.seq_len, given.device, given.dtype,
-                given.pack_dtype, given.compare, given.record, given.keep or Path(home), tuple(recipes),
+                given.pack_dtype, given.compare, given.kv16, given.record, given.keep or Path(home), tuple(recipes),
             )  # fmt: skip
             todo = [recipe for recipe in recipes if not measured_already(recipe, setting)]
             print(f"{len(recipes)} variants, {len(todo)} to measure", flush=True)

@@ -81,6 +81,7 @@ def dry_run_eval(
     dtype: str,
     *,
     compare: bool,
+    kv16: bool,
     json: bool,
 ) -> None:
     """Print what `comet eval` will take; arguments are its own.
@@ -109,7 +110,13 @@ def dry_run_eval(
         )
     if ppl is not None:
         plan = plan_perplexity(
-            model, data=ppl, windows=windows, seq_len=seq_len, compare=compare, progress=console.progress()
+            model,
+            data=ppl,
+            windows=windows,
+            seq_len=seq_len,
+            compare=compare,
+            kv16=kv16,
+            progress=console.progress(),
         )
         count, length = plan.tokens.shape
         rows["text"] = f"{plan.corpus.name}, {plan.corpus.split} ({plan.corpus.origin}), {count} x {length:,} tokens"

@@ -8,6 +8,7 @@ import typer
 
 from comet_cli import console, options, runs
 from comet_cli.dry_run import DryRun, dry_run_eval
+from comet_cuda.errors import CometError
 
 Tasks = Annotated[
     str | None,
@@ -42,6 +43,7 @@ def evaluate(
         int | None, typer.Option(help="Only the first N documents of each task.", min=1, metavar="N")
     ] = None,
     kv_open_page: OpenPage = "16bit",
+    kv16: Annotated[bool, typer.Option("--kv16", help="--ppl with the KV cache left in 16 bit.")] = False,
     prompt: Prompt = None,
     tokens: Annotated[int, typer.Option(help="How many tokens --prompt adds.", min=1, metavar="N")] = 40,
     compare: Annotated[bool, typer.Option(help="Also run the 16-bit model that a packed one was made from.")] = True,
@@ -63,9 +65,11 @@ def evaluate(
         console.talk(f"model: {model}, the last one packed from this folder")
     if ppl is None and prompt is None and tasks is None:
         ppl = "wikitext2"
+    if kv16 and ppl is None:
+        raise CometError("--kv16 is about the perplexity of a text, and none is asked for", "Add --ppl wikitext2.")
     options.set_threads(threads)
     if dry_run:
-        how = {"compare": compare, "json": json}
+        how = {"compare": compare, "kv16": kv16, "json": json}
         dry_run_eval(model, ppl, windows, seq_len, tasks, limit, kv_open_page, prompt, device, dtype, **how)
         return
     if ppl is not None:
@@ -74,7 +78,7 @@ def evaluate(
             from comet_core.zero_shot_tasks import parse_tasks
 
             load_tasks(parse_tasks(tasks), kv_open_page)
-        measure(model, ppl, windows, seq_len, device, dtype, compare=compare, record=record, json=json)
+        measure(model, ppl, windows, seq_len, device, dtype, compare=compare, kv16=kv16, record=record, json=json)
     if tasks is not None:
         ask(model, tasks, limit, kv_open_page, device, dtype, compare=compare, record=record, json=json)
     if prompt is not None:
@@ -96,6 +100,7 @@ def measure(
     dtype: str,
     *,
     compare: bool,
+    kv16: bool,
     record: Path | None,
     json: bool,
 ) -> None:
@@ -110,6 +115,7 @@ def measure(
         device=device,
         dtype=dtype,
         compare=compare,
+        kv16=kv16,
         progress=console.progress(),
     )
     first = records[0]

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from comet_core.evaluate import Scores, score_windows
+from comet_core.evaluate import Scores, evaluate_perplexity, plan_perplexity, score_windows
+from comet_core.packed import load_packed
+from comet_core.progress import SilentProgress
+
+PLANNED = ("data", "windows", "seq_len", "compare", "progress")
 
 
 def model_of(vocab: int = 97, **changes: object) -> torch.nn.Module:
@@ -78,3 +82,19 @@ def test_a_perplexity_worse_than_guessing_is_remarked(perplexity: float, warned:
     progress.said = ""
     _warn_if_implausible(7.0, few, subject, progress)
     assert not progress.said
+
+
+def test_a_packed_model_is_also_measured_with_a_16_bit_cache(tiny: Any) -> None:
+    """The same weights, and nothing but the attention's own 16-bit form between them."""
+    how: Any = {"data": str(tiny.source.folder / "text.txt"), "windows": 2, "seq_len": 300, "compare": False}
+    how |= {"device": "cpu", "dtype": "float32", "progress": SilentProgress()}
+    (packed,) = evaluate_perplexity(tiny.packed, **how)
+    (plain,) = evaluate_perplexity(tiny.packed, **how, kv16=True)
+    model = load_packed(tiny.packed, device="cpu", dtype=torch.float32).model
+    model.set_attn_implementation("eager")
+    scores, tokens = Scores(), plan_perplexity(str(tiny.packed), **{k: how[k] for k in PLANNED}).tokens
+    score_windows(model, None, tokens, scores)
+    assert math.log(plain["value"]) == pytest.approx(scores.nll / scores.tokens, rel=1e-5)
+    assert packed["value"] != pytest.approx(plain["value"], rel=1e-6)
+    assert (packed["kv_quantized"], plain["kv_quantized"]) == (True, False)
+    assert plain["protocol"]["kv"] == "16-bit" and plain["recipe"] == packed["recipe"]
