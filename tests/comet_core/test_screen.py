@@ -10,7 +10,8 @@ from comet_core.results import read
 from comet_core.screen import main, variants
 from comet_cuda.errors import CometError
 
-ABLATIONS = Path(__file__).resolve().parents[2] / "results" / "ablations.yaml"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+ABLATIONS = RESULTS / "ablations.yaml"
 
 
 def test_the_shipped_ablations_differ_from_each_other_and_from_the_base() -> None:
@@ -18,6 +19,14 @@ def test_the_shipped_ablations_differ_from_each_other_and_from_the_base() -> Non
     assert len(recipes) > 20
     assert all(recipe.name.startswith("w4a4kv4+") for recipe in recipes)
     assert len({digest(recipe) for recipe in recipes}) == len(recipes)
+
+
+def test_baselines_bear_the_names_of_their_recipes_and_share_one_cache() -> None:
+    recipes = {recipe.name: recipe for recipe in variants(RESULTS / "baselines.yaml")}
+    assert {"w4a4kv4", "w4a4kv4-tuned", "fmpq-paper", "atom", "quarot", "qoq-g128"} <= recipes.keys()
+    ours = recipes["w4a4kv4"].kv_cache
+    assert all(recipes[name].kv_cache == ours for name in ("fmpq-paper+our-kv", "atom", "quarot", "qoq-g128"))
+    assert recipes["fmpq-paper"].kv_cache != ours
 
 
 @pytest.mark.parametrize(
