@@ -198,6 +198,29 @@ def test_rope() -> None:
         assert torch.equal(untile_pages(caches[0]).v_codes, caches[1].v_codes)
 
 
+@pytest.mark.parametrize(("heads", "q_heads", "sinks"), [(5, 10, 0), (5, 5, 3), (1, 7, 3)])
+def test_rope_append_shares_out_every_head(heads: int, q_heads: int, sinks: int) -> None:
+    """Heads that leave warps and page ctas half empty; tokens that complete a page, stand inside one, are sinks or pad."""
+    torch.manual_seed(0)
+    dim, page, rows = 64, 32, 4
+    caches = [allocate_pages(2 * rows, rows, heads, dim, page, sinks, torch.bfloat16, "cpu") for _ in range(2)]
+    open_page = torch.randn(caches[0].k_open.shape).bfloat16()
+    for cache in caches:
+        for tensor in cache.tensors:
+            tensor.zero_()
+        cache.k_open.copy_(open_page)
+    qkv = torch.randn(rows, (q_heads + 2 * heads) * dim).bfloat16()
+    angle = torch.rand(80, dim // 2)
+    args = (angle.cos(), angle.sin(), ints([0, -1, 2, 3]), ints([sinks + page - 1, 5, max(sinks - 1, 0), page + 7]),
+            torch.randperm(2 * rows).view(rows, 2).int())  # fmt: skip
+    q = rope_append_gpu(qkv, *args, *caches[0].tensors, None, None, 0.0)
+    assert torch.equal(q, rope_append_ref(qkv, *args, caches[1]))
+    got = untile_pages(caches[0])
+    for name in ("k_scale", "k_min", "k_codes", "v_scale", "v_min", "v_codes", "k_open", "k_sink", "v_sink"):
+        assert torch.equal(getattr(got, name), getattr(caches[1], name)), name
+    assert caches[1].k_codes.any() and caches[1].v_codes.any()
+
+
 def test_shapes_that_would_be_read_past_their_end_are_refused() -> None:
     cache = allocate_pages(2, 2, 2, 64, 32, 0, torch.bfloat16, "cpu")
     table, angle = ints([[0], [1]]), torch.zeros(4, 32)
