@@ -26,8 +26,9 @@ from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare
 from comet_cuda.quantize_act import TOKEN, quantize_act_ref
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
-from comet_cuda.w4ax_gemm_integer import IntegerWeight
-from comet_cuda.w4ax_gemm_sm90 import TiledWeight, choose_tiles
+from comet_cuda.w4ax_gemm_integer import IntegerWeight, choose_integer_tiles
+from comet_cuda.w4ax_gemm_integer import launch as launch_integer
+from comet_cuda.w4ax_gemm_sm90 import TiledWeight, choose_tiles, sm_count
 from comet_cuda.w4ax_gemm_sm90 import launch as launch_sm90
 
 SMALLEST = 1 << 24  # N * K of the shapes that count in means
@@ -37,7 +38,18 @@ TOLERANCE = 4e-3  # relative norm of the difference: the rounding of a bfloat16 
 PEAKS = {"NVIDIA H200": (4.3e12, 1.54e15)}
 ABLATIONS = {
     "pipeline": "one stage: loading, expanding and multiplying a block follow each other",
-    "schedule": "whole tiles, one cta each: no split along K, no work taken over by idle multiprocessors",
+    "schedule": "whole tiles, a cta from first block to last: no split along K, no work for idle multiprocessors",
+    "conversion": "nibbles are widened one by one, not four a word at once (w4ax_gemm_integer alone has this switch)",
+}
+# What each turns off, as fields of a kernel's tiles.
+INTEGER_OFF: dict[str, dict[str, int]] = {
+    "pipeline": {"stages": 1, "batch": 1},
+    "schedule": {"stream": 0},
+    "conversion": {"one_by_one": 1},
+}
+SM90_OFF: dict[str, dict[str, int]] = {
+    "pipeline": {"stages": 1, "batch": 1, "flight": 1},
+    "schedule": {"stream": False},
 }
 
 
@@ -109,20 +121,26 @@ class Case:
         """The format of the activations."""
         return self.linears[0].inputs
 
-    def check(self, x: Tensor, y: Tensor) -> None:
-        """Raise CometError unless y [M, N] is what the references make of x [M, K]."""
+    def expected(self, x: Tensor) -> Tensor:
+        """float32 [M, up to CHECKED_ROWS]: what the references make of x [M, K]."""
         f = self.inputs
         codes, scale = quantize_act_ref(x, f.perm, f.block_bits, f.clip, f.hadamard, f.share)
         rows = slice(0, CHECKED_ROWS)
         qweight, w_scale, w_zero = (None if t is None else t[rows] for t in self.canonical)
         assert qweight is not None and w_scale is not None
-        want = w4ax_gemm_ref(codes, scale, qweight, w_scale, w_zero, f.block_bits, None, torch.float32)
-        error = float((y[:, rows].float() - want).norm() / want.norm())
+        return w4ax_gemm_ref(codes, scale, qweight, w_scale, w_zero, f.block_bits, None, torch.float32)
+
+    def check(self, y: Tensor, want: Tensor, again: Tensor) -> None:
+        """Raise CometError unless y [M, N] is `want` (see `expected`) but for rounding, and `again`, bit by bit."""
+        what = f"w4ax_gemm {self.shape.n}x{self.shape.k}, M = {len(y)}"
+        error = float((y[:, : want.shape[1]].float() - want).norm() / want.norm())
         if not error < TOLERANCE:
             raise CometError(
-                f"w4ax_gemm {self.shape.n}x{self.shape.k}, M = {len(x)}: relative error {error:.2g} to the reference",
+                f"{what}: relative error {error:.2g} to the reference",
                 "nothing was recorded; please report this GPU and driver",
             )
+        if not torch.equal(y, again):
+            raise CometError(f"{what}: two runs differ", "nothing was recorded; please report this")
 
     def bound_us(self, m: int) -> float | None:
         """The larger of bytes over the copy rate and operations over the tensor-core rate; None on other GPUs."""
@@ -157,15 +175,18 @@ def _copy(linear: PreparedLinear) -> PreparedLinear:
     return replace(linear, weight=replace(weight, records=weight.records.clone()))
 
 
-def _ablated(linear: PreparedLinear, m: int, ablation: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The GEMM with one mechanism off. Raises CometError where a path has no such switch."""
-    weight = linear.weight
-    if not isinstance(weight, TiledWeight):
-        raise CometError(f"--ablation {ablation}: {_path(linear)} has no such switch")
-    tiles = choose_tiles(m, weight.rows, weight.records.shape[1])
-    off = {"pipeline": {"stages": 1, "batch": 1, "flight": 1}, "schedule": {"stream": False}}[ablation]
-    changed = replace(tiles, **off)  # type: ignore[arg-type]
-    w = weight
+def _ablated(linear: PreparedLinear, m: int, ablation: str) -> Callable[..., Tensor]:
+    """The GEMM of a quantized operand with one mechanism off. Raises CometError where a path has no such switch."""
+    w = linear.weight
+    if isinstance(w, IntegerWeight):
+        chosen = choose_integer_tiles(m, w.rows, w.records.shape[1], sm_count(w.records.get_device()))
+        tiles = replace(chosen, **INTEGER_OFF[ablation])
+        return lambda codes, multiples, scale: launch_integer(
+            codes, multiples, scale, w.records, w.base, None, m, w.rows, w.int8_blocks, torch.bfloat16, tiles
+        )
+    if not isinstance(w, TiledWeight) or ablation not in SM90_OFF:
+        raise CometError(f"--ablation {ablation}: {_path(linear)} has no such switch", "leave it out")
+    changed = replace(choose_tiles(m, w.rows, w.records.shape[1]), **SM90_OFF[ablation])  # type: ignore[arg-type]
     return lambda codes, meta: launch_sm90(
         codes, meta, w.records, w.zero_terms, None, m, w.rows, w.int8_mask, torch.bfloat16, changed
     )
@@ -260,12 +281,14 @@ def _measure(
     variants: list[tuple[str, str | None]] = [("GEMM alone", None), ("with quantize_act", None)]
     variants += [("GEMM alone", ablation) for ablation in ablations]
     bound = case.bound_us(m)
+    want, whole = case.expected(x), None
     for what, ablation in variants:
         runs = _runs(case, x, what, ablation)
         y = runs[0]()
-        case.check(x, y)
-        if not torch.equal(y, runs[0]()):
-            raise CometError(f"w4ax_gemm {n}x{k}, M = {m}: two runs differ", "nothing was recorded; please report this")
+        case.check(y, want, runs[0]())
+        whole = y if whole is None else whole
+        if ablation and isinstance(case.linears[0].weight, IntegerWeight) and not torch.equal(y, whole):
+            raise CometError(f"w4ax_gemm {n}x{k}, M = {m}: not the same bits with {ablation} off", "please report this")
         us = median_microseconds(runs)
         yield common | {
             "path": _path(case.linears[0]),
@@ -297,8 +320,8 @@ def _time_peer(name: str, m: int, n: int, k: int, progress: Progress) -> float |
     try:
         runs, y, want = peer.build(m, n, k)
         error = float((y.float() - want).norm() / want.norm())
-    except (RuntimeError, ValueError, ImportError, AttributeError) as problem:
-        progress.log(f"{name}, M = {m}, {n}x{k}: {str(problem).splitlines()[0]}")
+    except (RuntimeError, ValueError, ImportError, AttributeError, TypeError, AssertionError, OSError) as problem:
+        progress.log(f"{name}, M = {m}, {n}x{k}: {type(problem).__name__} {str(problem).partition(chr(10))[0]}")
         return None
     if not error < peer.tolerance:
         progress.log(f"{name}, M = {m}, {n}x{k}: relative error {error:.2g}, not recorded")

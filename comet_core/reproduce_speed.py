@@ -95,6 +95,7 @@ def _kernel_ratio(
             r
             for r in records
             if r["kind"] == "bench"
+            and r["op"] == "w4ax_gemm"
             and r["path"].startswith(OURS)
             and (r["n"], r["k"], r["m"], r["ablation"]) == (shape.n, shape.k, m, wanted)
             and not r["includes_quantize"]

@@ -45,6 +45,16 @@ KEYS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+COUNTERS = {  # further keys of a bench record whose op is "w4ax_gemm counters" (cuda/tools/profile_gemm.py)
+    "sm_active": "share of the launch's cycles in which a multiprocessor has work, mean over all of them",
+    "sm_throughput": "share of its peak that the busiest unit of the multiprocessors reaches",
+    "tensor_pipe": "share of its peak that the tensor pipe reaches",
+    "imbalance": "busy cycles of the busiest multiprocessor over the mean of all, less 1",
+    "dram_bytes": "bytes that device memory moved, read and written",
+    "tiles": "an object: the kernel's variant",
+    "counters": "an object: names of the counters behind each",
+}
+
 TEXT, NO_TEXT, FLAG, OBJECT = "text", "text or null", "true or false", "an object"
 WHOLE, NUMBER, NO_NUMBER = "a whole number", "a number", "a number or null"
 KINDS = {  # key -> what its value must be
@@ -266,6 +276,26 @@ def gemm_table(records: Iterable[Record]) -> str:
         "over",
     ]
     return markdown(header, rows)
+
+
+def counters_table(records: Iterable[Record]) -> str:
+    """What a launch of the GEMM keeps busy, as shipped and with one mechanism off: one row per shape, M and variant."""
+    chosen = [r for r in records if r["kind"] == "bench" and all(key in r for key in COUNTERS)]
+    rows = [
+        [
+            f"{r['path']}, {r['provenance'].get('gpu')}",
+            f"{r['ablation']} off" if r["ablation"] else "shipped",
+            f"{r['n']:,} x {r['k']:,}",
+            f"{r['m']:,}",
+            _figure(r["median_us"], 1),
+            *(_percent(r[key], 0) for key in ("sm_active", "sm_throughput", "tensor_pipe")),
+            _percent(r["imbalance"]),
+            _figure(r["dram_bytes"] / 1e6, 1),
+        ]
+        for r in latest(chosen, ("arch", "path", "n", "k", "m", "ablation"))
+    ]
+    header = ["path, GPU", "variant", "N x K", "M", "us", "multiprocessors busy", "busiest unit", "tensor pipe"]
+    return markdown([*header, "imbalance", "MB moved"], rows)
 
 
 def attention_table(records: Iterable[Record]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from comet_core.layer_times import layer_table
-from comet_core.results import Record, attention_table, eval_table, gemm_table, read
+from comet_core.results import Record, attention_table, counters_table, eval_table, gemm_table, read
 from comet_core.serving_report import serving_table, step_table
 from comet_core.whole_files import write_text
 from comet_core.zero_shot_table import zero_shot_table
@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "eval": lambda records: eval_table([r for r in records if not is_variant(r)]),
     "zero-shot": zero_shot_table,
     "gemm": gemm_table,
+    "counters": counters_table,
     "attention": attention_table,
     "steps": step_table,
     "serving": serving_table,

@@ -28,7 +28,7 @@ def kernel(
         str, typer.Option(help="Further kernels, separated by commas, or all.", metavar="NAME,...|all")
     ] = "cublas_fp8",
     ablation: Annotated[
-        str, typer.Option(help="Also with one mechanism off: pipeline, schedule.", metavar="NAME,...")
+        str, typer.Option(help="Also with one mechanism off: pipeline, schedule, conversion.", metavar="NAME,...")
     ] = "",
     record: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.", metavar="FILE")] = None,
     plots: Annotated[

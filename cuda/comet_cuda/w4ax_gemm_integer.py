@@ -53,6 +53,7 @@ class IntegerTiles:
     band: int = 8  # row groups walked together
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
     quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
+    one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
 
@@ -92,6 +93,7 @@ class IntegerTiles:
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,
             "PRODUCER_REGS": self.producer_registers,
+            **({"ONE_BY_ONE": 1} if self.one_by_one else {}),
         }
 
     def kernel(self, out_dtype: torch.dtype) -> CompiledKernel:

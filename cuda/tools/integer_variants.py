@@ -64,26 +64,28 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
     ]
 
 
-def random_operands(m: int, n: int, blocks: int, int8_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def random_operands(
+    m: int, n: int, blocks: int, int8_blocks: int, device: str = "cuda"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes of normal activations, their words and scales, weight records and bases, as quantizing leaves them."""
     tokens = token_atoms(m) * 8
-    codes = (torch.randn(blocks, tokens, 128, device="cuda") * 2.2).round().clamp(-7, 7)
-    codes *= torch.randint(7, 19, (blocks, tokens, 1), device="cuda")
-    codes[:int8_blocks] = (torch.randn(int8_blocks, tokens, 128, device="cuda") * 40).round().clamp(-127, 127)
-    groups = torch.tensor([int8_group(block) for block in range(max(int8_blocks, 1))], device="cuda")
-    falls = torch.randint(0, 2, (int(groups.max()) + 1, tokens), device="cuda")
+    codes = (torch.randn(blocks, tokens, 128, device=device) * 2.2).round().clamp(-7, 7)
+    codes *= torch.randint(7, 19, (blocks, tokens, 1), device=device)
+    codes[:int8_blocks] = (torch.randn(int8_blocks, tokens, 128, device=device) * 40).round().clamp(-127, 127)
+    groups = torch.tensor([int8_group(block) for block in range(max(int8_blocks, 1))], device=device)
+    falls = torch.randint(0, 2, (int(groups.max()) + 1, tokens), device=device)
     exponent = falls.flip(0).cumsum(0).flip(0)[groups]
     words = exponent | (exponent - torch.nn.functional.pad(exponent[1:], (0, 0, 0, 1))) << 8
-    records = torch.randint(0, 256, (-(-n // 64), blocks, 4224), dtype=torch.uint8, device="cuda")
-    zero = torch.randint(0, 16, (*records.shape[:2], 64), device="cuda")
-    multiple = ((0.5 + 0.5 * torch.rand(zero.shape, device="cuda")) * (127 // torch.maximum(zero, 15 - zero))).int()
+    records = torch.randint(0, 256, (-(-n // 64), blocks, 4224), dtype=torch.uint8, device=device)
+    zero = torch.randint(0, 16, (*records.shape[:2], 64), device=device)
+    multiple = ((0.5 + 0.5 * torch.rand(zero.shape, device=device)) * (127 // torch.maximum(zero, 15 - zero))).int()
     records[..., 4096:] = torch.stack((multiple, 128 - multiple * zero), -1).flatten(2).to(torch.uint8)
     return (
         codes.to(torch.int8).view(torch.uint8).view(blocks, -1, 1024),
         words.view(-1, tokens // 8, 8).to(torch.int32),
-        torch.rand(tokens, device="cuda") * 0.01 + 0.001,
+        torch.rand(tokens, device=device) * 0.01 + 0.001,
         records,
-        torch.rand(records.shape[0] * 64, device="cuda") * 0.01 + 0.001,
+        torch.rand(records.shape[0] * 64, device=device) * 0.01 + 0.001,
     )
 
 

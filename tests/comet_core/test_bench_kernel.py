@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from comet_core import bench_kernel as module
 from comet_core.bench_kernel import (
+    ABLATIONS,
     SMALLEST,
     Shape,
     _path,
@@ -22,6 +24,7 @@ from comet_core.results import Record, check
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
 from comet_cuda.quantize_act import TOKEN
+from comet_cuda.w4ax_gemm_integer import w4ax_gemm_integer_ref
 
 
 def record(m: int, n: int, speedup: float, **changes: object) -> Record:
@@ -83,3 +86,52 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
     for options in ({"peers": ["marlun"]}, {"ablations": ["none"]}, {"recipe": "w4a16"}):
         with pytest.raises(CometError):
             next(bench_kernel([Shape(4096, 4096)], [1], progress=SilentProgress(), **options))  # type: ignore[arg-type]
+
+
+def measure_on_the_cpu(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> tuple[list[Record], list[object]]:
+    """All variants of a small linear, with references for kernels and one time for all; the tiles of ablations."""
+    asked: list[object] = []
+
+    def launch(*arguments: object) -> torch.Tensor:
+        asked.append(arguments[10])
+        y = w4ax_gemm_integer_ref(*arguments[:10])  # type: ignore[arg-type]
+        y[0, 0] *= 1.01 if wrong else 1
+        return y
+
+    prepare = prepare_linear
+    monkeypatch.setattr(module, "prepare_linear", lambda *arguments: prepare(*arguments, "sm_90"))
+    monkeypatch.setattr(module, "launch_integer", launch)
+    monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    monkeypatch.setattr(module, "device_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(module, "median_microseconds", lambda runs: 10.0)
+    monkeypatch.setattr(module, "_time_peer", lambda *arguments: 20.0)
+    monkeypatch.setattr(module, "copies_for_cold_l2", lambda size: 2)
+    monkeypatch.setattr(module.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module.Case, "bound_us", lambda self, m: None)
+    found = bench_kernel([Shape(256, 640)], [9], ablations=list(ABLATIONS), device="cpu", progress=SilentProgress())
+    return list(found), asked
+
+
+def test_ablations_of_the_default_format_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, asked = measure_on_the_cpu(monkeypatch)
+    for one in records:
+        check(one)
+    assert [r["ablation"] for r in records] == [None, None, *ABLATIONS]
+    assert {r["path"] for r in records} == {"w4ax_gemm_integer"}
+    assert [r["includes_quantize"] for r in records] == [False, True, False, False, False]
+    pipeline, schedule, conversion = (asked[2 * i] for i in range(3))
+    assert (pipeline.stages, pipeline.batch, schedule.stream, conversion.one_by_one) == (1, 1, 0, 1)  # type: ignore[attr-defined]
+    assert len({pipeline.tokens, schedule.tokens, conversion.tokens}) == 1  # type: ignore[attr-defined]
+
+
+def test_an_ablation_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CometError, match="not the same bits with pipeline off"):
+        measure_on_the_cpu(monkeypatch, wrong=True)
+
+
+@pytest.mark.parametrize("share", [1, TOKEN])
+def test_a_kernel_without_a_switch_says_so(share: int) -> None:
+    inputs = ActivationFormat(None, torch.tensor([8, 4, 4], dtype=torch.uint8), torch.ones(3), True, share)
+    linear = prepare_linear(*random_weights(64, 3, False, share, "cpu"), inputs, "sm_90" if share == 1 else "sm_80")
+    with pytest.raises(CometError, match="no such switch"):
+        module._ablated(linear, 16, "conversion")

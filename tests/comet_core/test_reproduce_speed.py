@@ -17,8 +17,8 @@ GPU = {"gpu": "a GPU"}
 
 def kernel(n: int, k: int, m: int, us: float, ablation: str | None = None) -> Record:
     return {
-        "kind": "bench", "path": "w4ax_gemm_sm90", "n": n, "k": k, "m": m, "ablation": ablation, "speedup": 60.0 / us,
-        "includes_quantize": False, "int4_fraction": 0.75, "median_us": us, "provenance": GPU,
+        "kind": "bench", "op": "w4ax_gemm", "path": "w4ax_gemm_sm90", "n": n, "k": k, "m": m, "ablation": ablation,
+        "includes_quantize": False, "int4_fraction": 0.75, "median_us": us, "speedup": 60.0 / us, "provenance": GPU,
     }  # fmt: skip
 
 
