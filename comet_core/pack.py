@@ -65,7 +65,7 @@ def pack(
     _check_embedding_bits(source, recipe)
     with claimed(out):
         if recipe.tuning.epochs:
-            return _pack_tuned(source, found, recipe, out, device, compute, progress)
+            return _pack_tuned(source, found, recipe, out, device, compute, progress, limit_share, lanes)
         return PackJob(source, found, recipe, out, device, compute, progress, limit_share, lanes).run()
 
 
@@ -124,10 +124,13 @@ def _pack_tuned(
     device: str,
     dtype: torch.dtype,
     progress: Progress,
+    limit_share: float,
+    lanes: Lanes | None,
 ) -> PackedInfo:
     """Pack into a draft, distill the 16-bit model into it (tune.py), write the outcome to `out`."""
     job = PackJob(source, found, recipe, out, device, dtype, progress)
-    draft = PackJob(source, found, replace(recipe, tuning=TuningSpec()), draft_folder(out), device, dtype, progress)
+    untuned, aside = replace(recipe, tuning=TuningSpec()), draft_folder(out)
+    draft = PackJob(source, found, untuned, aside, device, dtype, progress, limit_share, lanes)
     if not draft.is_done():
         draft.run()
     tuned = tune(

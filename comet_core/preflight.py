@@ -1,7 +1,8 @@
 """What a run will take - time, memory, disk - before it starts, from the model's own first layers.
 
-`rehearse` runs the command's real code four times on one or two layers and a few windows, in a temporary folder, and
-extends time, memory and what lies on the disk linearly in layers and windows. `require_disk` and `require_room`, on
+`rehearse` runs the command's real code on one or two layers and a few windows, in a temporary folder, and extends time,
+memory and what lies on the disk linearly in layers and windows. The windows are whole steps, one on every device: a GPU
+takes hardly longer for a full step than for a part of one. `require_disk` and `require_room`, on
 bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
 """
 
@@ -21,8 +22,9 @@ from comet_core.calibrate import resolve_compute
 from comet_core.calibration import heat_map
 from comet_core.decoder import find_layers, layer_linears
 from comet_core.experts import separate_experts
-from comet_core.hidden import DEFAULT_LIMIT
+from comet_core.hidden import DEFAULT_LIMIT, TOKENS_A_STEP
 from comet_core.host_memory import forget_peak, peak_memory, total_memory, trim
+from comet_core.lanes import Lanes
 from comet_core.model_source import ModelSource
 from comet_core.progress import SilentProgress, Task
 from comet_core.quantize_group import needs_sixteen
@@ -33,6 +35,7 @@ from comet_cuda.errors import CometError
 
 SPARE_DISK = 64 << 20  # tokenizer, manifest, temporary names
 GIB = 1 << 30
+WHOLE_MODEL = ("after pack", "tune", "after tune")  # steps of a run that tunes in which it holds all layers (pack.py)
 MOST_EXTENDED = 8  # windows of the real run for each of the larger rehearsal: what noise is multiplied by at most
 
 
@@ -42,7 +45,7 @@ class Estimate:
 
     seconds: float
     memory: int  # peak of the process, Python and its libraries included (host_memory.give_back_freed is in force)
-    gpu_memory: int  # peak of torch's allocator; 0 without a GPU
+    gpu_memory: int  # peak of torch's allocator on the fullest GPU; 0 without one
     disk: int  # files that it leaves, and hidden states that it keeps in a file while it runs
 
 
@@ -50,7 +53,7 @@ class Estimate:
 class _Run:
     seconds: float
     peaks: dict[str, int]  # of the process, by step
-    gpu_memory: int
+    gpu_peaks: dict[str, int]  # of the fullest GPU
     disk: int  # of the files that it left
 
 
@@ -161,20 +164,25 @@ def rehearse(
     *,
     device: str,
     dtype: str,
+    then: Callable[[Path], object] = lambda packed: None,
 ) -> Estimate:
     """Measure `command` on one and two layers, and extend to the whole model and all windows.
 
     Args:
         cut: number of layers -> the model cut to them; 0 is the whole model.
         recipe: with the calibration that will be used. command: "calibrate" or "pack" (which includes calibrating).
+        then: what is done with the packed folder afterwards; files that it leaves beside that folder count too.
     """
-    whole = cut(0)
+    whole, lanes = cut(0), Lanes.of(resolve_compute(device, dtype)[0])
     layers, windows = int(whole.config.get_text_config().num_hidden_layers), recipe.calibration.samples
-    few = min(windows, max(2, 4096 // recipe.calibration.seq_len))
+    step = max(1, TOKENS_A_STEP[lanes.devices[0].type] // recipe.calibration.seq_len)
+    few = min(windows, max(2, step * len(lanes)))
     more = min(windows, max(3 * few, windows // MOST_EXTENDED))
     deep = min(2, layers)
     plan = [(1, few), (1, few), (1, more), (deep, few), (deep, more)]  # the first warms caches up and does not count
-    _, base, first_more, both, both_more = [_run_small(cut(n), recipe, w, command, device, dtype) for n, w in plan]
+    _, base, first_more, both, both_more = [
+        _run_small(cut(n), recipe, w, command, device, dtype, then) for n, w in plan
+    ]
     share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
     def extended(value: Callable[[_Run], float]) -> float:
@@ -184,13 +192,18 @@ def rehearse(
         later = max(0.0, value(both_more) - value(first_more) - a_layer) * share
         return value(base) + first + (layers - 1) * (a_layer + later)
 
-    def at_most(few_: int, more_: int) -> int:
-        return int(few_ + max(0, more_ - few_) * share)
+    def at_most(value: Callable[[_Run], dict[str, int]]) -> int:
+        """The largest of the steps' peaks. More windows are held in every step, more layers where the step has all."""
+        found = {}
+        for name, peak in value(both).items():
+            a_layer = max(0, peak - value(base)[name]) if recipe.tuning.epochs and name in WHOLE_MODEL else 0
+            found[name] = peak + max(0, value(both_more)[name] - peak) * share + (layers - deep) * a_layer
+        return int(max(found.values(), default=0))
 
     return Estimate(
         seconds=extended(lambda run: run.seconds),
-        memory=max(at_most(both.peaks[step], both_more.peaks[step]) for step in base.peaks),
-        gpu_memory=at_most(both.gpu_memory, both_more.gpu_memory),
+        memory=at_most(lambda run: run.peaks),
+        gpu_memory=at_most(lambda run: run.gpu_peaks),
         disk=int(base.disk + (layers - 1) * (both.disk - base.disk) + max(0, first_more.disk - base.disk) * share)
         + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)
         + _spilled(whole, recipe, device, dtype, command),
@@ -206,20 +219,30 @@ def _spilled(source: ModelSource, recipe: Recipe, device: str, dtype: str, comma
 
 
 class _Peaks(SilentProgress):
-    """Listens to a run and notes the peak of each of its steps. The steps grow differently with the windows: which
-    of them is the largest in a small run says nothing about a large one."""
+    """Listens to a run and notes the peak of each of its steps, of the process and of its GPUs. The steps grow
+    differently with the windows: which of them is the largest in a small run says nothing about a large one."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self.found: dict[str, int] = {}
+        self.on_gpu: dict[str, int] = {}
+        self._gpus = [device for device in lanes.devices if device.type == "cuda"]
         self._step = "start"
         gc.collect()
         trim()
+        self._forget()
+
+    def _forget(self) -> None:
         forget_peak()
+        for device in self._gpus:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def end(self, following: str) -> None:
         """What ran until now is over."""
         self.found[self._step] = max(self.found.get(self._step, 0), peak_memory())
-        forget_peak()
+        if self._gpus:
+            peak = max(map(torch.cuda.max_memory_allocated, self._gpus))
+            self.on_gpu[self._step] = max(self.on_gpu.get(self._step, 0), peak)
+        self._forget()
         self._step = following
 
     @contextmanager
@@ -230,17 +253,23 @@ class _Peaks(SilentProgress):
         self.end(f"after {description}")
 
 
-def _run_small(source: ModelSource, recipe: Recipe, windows: int, command: str, device: str, dtype: str) -> _Run:
+def _run_small(
+    source: ModelSource,
+    recipe: Recipe,
+    windows: int,
+    command: str,
+    device: str,
+    dtype: str,
+    then: Callable[[Path], object],
+) -> _Run:
     from comet_core.calibrate import calibrate
     from comet_core.pack import pack
 
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    lanes = Lanes.of(resolve_compute(device, dtype)[0])
     share = windows / recipe.calibration.samples
     recipe = with_calibration(recipe, samples=windows)
     with tempfile.TemporaryDirectory(prefix="comet-rehearsal-") as name:
-        home, peaks = Path(name), _Peaks()
+        home, peaks = Path(name), _Peaks(lanes)
         start = time.perf_counter()
         options: Any = {"device": device, "dtype": dtype, "progress": peaks, "limit_share": share}
         found = calibrate(source, recipe, home / "calibration", **options)
@@ -248,9 +277,11 @@ def _run_small(source: ModelSource, recipe: Recipe, windows: int, command: str, 
         peaks.end("packing")
         if command == "pack":
             pack(source, home / "calibration", None, home / "packed", **options)
-        if on_gpu:
-            torch.cuda.synchronize()
+            peaks.end("then")
+            then(home / "packed")
+        for gpu in (one for one in lanes.devices if one.type == "cuda"):
+            torch.cuda.synchronize(gpu)
         seconds = time.perf_counter() - start
         peaks.end("done")
         disk = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
-    return _Run(seconds, peaks.found, torch.cuda.max_memory_allocated() if on_gpu else 0, disk)
+    return _Run(seconds, peaks.found, peaks.on_gpu, disk)

@@ -6,8 +6,8 @@
 Two processes: one writes the checkpoint (config.json, one safetensors shard a layer, an index, as the hub has them),
 the other calibrates and packs it from disk and watches its own memory. The bound that it is held to, above what the
 process holds after its imports: two layers in the type of the computation, the largest shard, two Hessians of the
-widest group, the hidden states and, on a CPU, what packing remembers of a layer's outputs (up to 1 GiB). On a GPU the
-same bound counts the GPU's memory.
+widest group, the hidden states and, on a CPU, what packing remembers of a layer's outputs (up to 1 GiB). The same bound
+holds for RAM where a GPU computes; what the GPU held is reported beside it.
 """
 
 import argparse
@@ -225,7 +225,7 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> bool:
     from comet_core.results import append
 
     bound = sum(found["bound"].values())
-    peak = max((found["gpu_peaks"] or found["ram_above_imports"]).values())
+    peak = max(found["ram_above_imports"].values())
     seconds = [round(value, 2) for value in found["pack_s_by_layer"]]
     mib = {step: peak >> 20 for step, peak in found["ram_above_imports"].items()}
     print(

@@ -8,12 +8,15 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from comet_core import preflight
 from comet_core.calibrate import calibrate
+from comet_core.lanes import Lanes
 from comet_core.model_source import resolve_model
 from comet_core.pack import pack
 from comet_core.preflight import SPARE_DISK, packed_bytes, packing_disk, rehearse, require_disk
@@ -67,6 +70,34 @@ def test_a_rehearsal_leaves_nothing_and_counts_every_layer(tmp_path: Path, monke
     assert not list((tmp_path / "scratch").glob("comet-*"))
 
 
+@pytest.mark.parametrize("epochs", [0, 2])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int, gpus: int) -> None:
+    """Time in layers and windows; memory in windows, and in layers where tuning holds them all. Of windows of 64 tokens
+    a CPU takes 64 a step: on two devices a rehearsal takes two steps, and then six."""
+    spec, asked = make_model(tmp_path / "model", 6, 128), []
+    recipe = with_calibration(load_recipe("w4a4kv4"), samples=1000, seq_len=64)
+    recipe = replace(recipe, tuning=replace(recipe.tuning, epochs=epochs))
+
+    def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
+        layers = int(source.config.num_hidden_layers)
+        asked.append((layers, windows))
+        gpu = {"pack": 500 + 2 * windows, "tune": 100 + 1000 * layers + windows}
+        peaks = {name: 10 * peak for name, peak in gpu.items()}
+        return preflight._Run(5 + layers * (2 + 0.5 * windows), peaks, gpu, 7 + 3 * layers + windows)
+
+    monkeypatch.setattr(preflight, "_run_small", run)
+    monkeypatch.setattr(preflight.Lanes, "of", lambda _: Lanes((torch.device("cpu"),) * gpus))
+    cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
+    found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto")
+    few = 64 * gpus
+    assert asked == [(1, few), (1, few), (1, 3 * few), (2, few), (2, 3 * few)]
+    assert found.seconds == pytest.approx(5 + 6 * (2 + 0.5 * 1000))
+    assert found.gpu_memory == (100 + 6000 + 1000 if epochs else 100 + 2000 + 1000)
+    assert found.memory == 10 * found.gpu_memory
+    assert found.disk == 7 + 18 + 1000 + (packed_bytes(cut(0), recipe) if epochs else 0)
+
+
 ONE_RUN = """
 import dataclasses, json, pathlib, sys, time
 import matplotlib.pyplot, torch, transformers.models.llama.modeling_llama
@@ -85,7 +116,9 @@ time.perf_counter = time.process_time  # of one thread: the same, but for what e
 spec, what, home = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
 samples, seq_len = map(int, sys.argv[4:6])
 recipe = with_calibration(load_recipe("w4a4kv4"), samples=samples, seq_len=seq_len)
-if sys.argv[6] == "no search":  # twenty times the work, nothing of size to hold
+if sys.argv[6] == "tuned":
+    recipe = with_calibration(load_recipe("w4a4kv4-tuned"), samples=samples, seq_len=seq_len)
+if sys.argv[6] != "search":  # twenty times the work, nothing of size to hold
     recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, clip_search=False))
 cut = lambda n: resolve_model(spec, weights="random", layers=n or None)
 held, start = forget_peak(), time.perf_counter()
@@ -122,12 +155,15 @@ NEEDS_PROC = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK),
 
 @NEEDS_PROC
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "hidden", "samples", "seq_len"), [(3, 256, 16, 128), (2, 512, 4, 256)])
+@pytest.mark.parametrize(
+    ("layers", "hidden", "samples", "seq_len", "how"),
+    [(3, 256, 16, 128, "no search"), (2, 512, 4, 256, "no search"), (6, 256, 4, 128, "tuned")],
+)
 def test_memory_and_disk_are_within_a_quarter(
-    tmp_path: Path, layers: int, hidden: int, samples: int, seq_len: int
+    tmp_path: Path, layers: int, hidden: int, samples: int, seq_len: int, how: str
 ) -> None:
     spec = make_model(tmp_path / "model", layers, hidden)
-    said, took = (one_run(what, spec, tmp_path, samples, seq_len, "no search")[1:] for what in ("said", "took"))
+    said, took = (one_run(what, spec, tmp_path, samples, seq_len, how)[1:] for what in ("said", "took"))
     print(f"memory {said[0] >> 20} / {took[0] >> 20} MiB above the imports, disk {said[1] >> 10} / {took[1] >> 10} KiB")
     assert took[0] > 40 << 20, "a run that holds next to nothing shows nothing"
     assert said == pytest.approx(took, rel=0.25)
