@@ -131,11 +131,14 @@ class TuningSpec:
 
     epochs: int = whole(0, 0, 100)
     windows: int = whole(4, 1, 4096)  # calibration windows a step
-    learning_rate: float = number(0.002, 0, 1)  # of scales, norms and biases, relative to their size, a step
+    learning_rate: float = number(0.002, 0, 1)  # of scales, relative to their size, a step
+    vector_rate: float = number(0.002, 0, 1)  # of norms and biases, likewise
     code_rate: float = number(0.0, 0, 1)  # of weight codes, in code steps
 
     def __post_init__(self) -> None:
         check_fields(self, "tuning")
+        if self.epochs and not (self.learning_rate or self.vector_rate or self.code_rate):
+            raise CometError("recipe: tuning has epochs, but all its rates are 0", "Set one of them, or epochs to 0.")
 
 
 @dataclass(frozen=True)
@@ -227,14 +230,8 @@ class Recipe:
         """
         specs: dict[str, Any] = {}
         for section in LINEAR_SECTIONS:
-            changes = next(
-                (
-                    dict(getattr(o, section))
-                    for o in self.overrides
-                    if getattr(o, section) and fnmatchcase(name, o.match)
-                ),
-                {},
-            )
+            fitting = (getattr(o, section) for o in self.overrides if fnmatchcase(name, o.match))
+            changes = dict(next(filter(None, fitting), ()))
             specs[section] = dataclasses.replace(getattr(self, section), **changes)
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             specs["weights"] = dataclasses.replace(specs["weights"], bits=16)
@@ -331,6 +328,8 @@ def digest(recipe: Recipe) -> str:
     plain = recipe_to_dict(recipe)
     if recipe.checks == ChecksSpec():
         del plain["checks"]
+    if not recipe.tuning.epochs:
+        del plain["tuning"]["vector_rate"]
     canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

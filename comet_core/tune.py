@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from comet_core.kv_cache import attend, fake_quantize_keys, fake_quantize_values
 from comet_core.linear import W4AxLinear
@@ -77,7 +78,7 @@ def tune(
     trainable = _TrainableModel(model, spec)
     before = _divergence(model, teacher, judge, device)
     steps = spec.epochs * math.ceil(len(train) / spec.windows)
-    optimizer = torch.optim.Adam(trainable.groups(), betas=BETAS, eps=1e-12, fused=device.type == "cuda")
+    optimizer = torch.optim.Adam(trainable.groups, betas=BETAS, eps=1e-12, fused=device.type == "cuda")
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(seed)
     with progress.task("tune", steps) as task:
@@ -231,6 +232,40 @@ def _hadamard_matrix(like: Tensor) -> Tensor:
     return hadamard_blocks(torch.eye(BLOCK, device=like.device)).to(like.dtype)
 
 
+class _Sized(nn.Module):
+    """A vector as it was plus a trained drift [n] in units of its values' own sizes, none above their median.
+
+    In Qwen2.5 a few values of a key's bias are hundreds of times the others, and a norm takes a massive channel down by
+    a thousandth: a step that is alike for all of them, however small for the largest, ruins the others.
+    """
+
+    origin: Tensor
+    size: Tensor
+
+    def __init__(self, vector: Tensor) -> None:
+        super().__init__()
+        size = vector.detach().abs()
+        self.register_buffer("origin", vector.detach().clone())
+        self.register_buffer("size", torch.minimum(size, size.median()))
+
+    def forward(self, drift: Tensor) -> Tensor:
+        """The vector, f32 [n]."""
+        return self.origin + self.size * drift
+
+    def right_inverse(self, vector: Tensor) -> Tensor:
+        """The drift that training starts from."""
+        return torch.zeros_like(vector)
+
+
+def _train_vector(module: nn.Module, leaf: str) -> nn.Parameter:
+    """Replace a parameter [n] by a _Sized one in float32; returns its drift."""
+    setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().float()))
+    parametrize.register_parametrization(module, leaf, _Sized(getattr(module, leaf)))
+    parametrizations: Any = module.parametrizations
+    drift: nn.Parameter = parametrizations[leaf].original
+    return drift
+
+
 class _TrainableLinear(nn.Module):
     """A packed linear with gradients for scales, bias and, if asked, codes. K, N, NB as in W4AxLinear."""
 
@@ -242,7 +277,7 @@ class _TrainableLinear(nn.Module):
         self.zero = zero.float()[..., None]
         self.drift = nn.Parameter(torch.zeros_like(linear.w_scale, dtype=torch.float32))  # of scales, relative
         self.values = nn.Parameter(integers, requires_grad=codes) if codes else integers.to(dtype)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach())
 
     def scale(self) -> Tensor:
         """f32 [N, NB], as it can be stored: in bfloat16, and as multiples of the rows' bases where they have such."""
@@ -283,40 +318,39 @@ class _TrainableLinear(nn.Module):
         if self.values.requires_grad:
             codes = (self.integers().float() + self.zero).to(torch.uint8)
             tensors["qweight"] = pack_nibbles(codes.flatten(1))
-        return tensors if self.bias is None else tensors | {"bias": self.bias.detach()}
+        return tensors
 
 
 class _TrainableModel:
     """The numbers of a packed model that tuning moves, each with its step."""
 
     def __init__(self, model: nn.Module, spec: TuningSpec) -> None:
-        self.spec, self.model = spec, model
-        self.dtype = next(model.parameters()).dtype
+        dtype, codes = next(model.parameters()).dtype, spec.code_rate > 0
         head = model.get_output_embeddings()  # type: ignore[operator]
         self.linears: dict[str, _TrainableLinear] = {}
         for name, module in list(model.named_modules()):
             if isinstance(module, W4AxLinear) and module is not head and module.qweight.dtype == torch.uint8:
-                self.linears[name] = _TrainableLinear(module, self.dtype, codes=spec.code_rate > 0)
+                self.linears[name] = _TrainableLinear(module, dtype, codes=codes)
                 owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, self.linears[name])
-        self.vectors: dict[str, nn.Parameter] = {}
+        self.vectors: dict[str, nn.Module] = {}  # whose they are
+        drifts = []
         for name, parameter in list(model.named_parameters()):
-            inside = any(name.startswith(f"{linear}.") for linear in self.linears)
-            parameter.requires_grad_(inside)
-            if parameter.dim() == 1 and not inside:
-                owner, _, leaf = name.rpartition(".")
-                self.vectors[name] = nn.Parameter(parameter.detach().float())
-                setattr(model.get_submodule(owner), leaf, self.vectors[name])
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Adam's parameter groups: its steps are absolute, so each tensor's is its size times the rate."""
-        rate = self.spec.learning_rate
+            parameter.requires_grad_(False)
+            owner, _, leaf = name.rpartition(".")
+            if parameter.dim() == 1:
+                self.vectors[name] = model.get_submodule(owner)
+                drifts.append(_train_vector(self.vectors[name], leaf))
         linears = list(self.linears.values())
-        groups: list[dict[str, Any]] = [{"params": [linear.drift for linear in linears], "lr": rate}]
-        if self.spec.code_rate:  # one group, so that one launch steps them all
-            groups.append({"params": [linear.values for linear in linears], "lr": self.spec.code_rate})
-        vectors = [linear.bias for linear in linears if linear.bias is not None] + list(self.vectors.values())
-        return groups + [{"params": [p], "lr": rate * _size(p)} for p in vectors]
+        rates = [
+            ([linear.drift for linear in linears], spec.learning_rate),
+            (drifts, spec.vector_rate),
+            ([linear.values for linear in linears if codes], spec.code_rate),
+        ]
+        self.groups: list[dict[str, Any]] = [{"params": values, "lr": rate} for values, rate in rates if rate]
+        for group in self.groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(True)
 
     def clamp(self) -> None:
         """Keep real values inside the codes' range, so that they can come back."""
@@ -328,9 +362,6 @@ class _TrainableModel:
         tensors = {
             f"{name}.{leaf}": value for name, linear in self.linears.items() for leaf, value in linear.stored().items()
         }
-        return tensors | {name: vector.detach() for name, vector in self.vectors.items()}
-
-
-def _size(parameter: Tensor) -> float:
-    """Root mean square of a vector."""
-    return max(float(parameter.detach().square().mean().sqrt()), 1e-8)
+        return tensors | {
+            name: getattr(owner, name.rpartition(".")[2]).detach() for name, owner in self.vectors.items()
+        }

@@ -3,14 +3,17 @@
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from comet_core.linear import W4AxLinear
 from comet_core.moments import rotated_rows
 from comet_core.packed import load_packed, read_manifest
 from comet_core.plan import BlockPlan
 from comet_core.recipe import TuningSpec, load_recipe
-from comet_core.tune import _Codes, _TrainableLinear
+from comet_core.tune import _Codes, _TrainableLinear, _TrainableModel
+from comet_cuda.errors import CometError
 
 
 def tuned_recipe(**changes: Any) -> Any:
@@ -35,7 +38,7 @@ def test_tuning_changes_what_it_may_and_lowers_the_divergence(put_through: Any, 
 def test_what_does_not_help_is_dropped(put_through: Any, llama_config: Any) -> None:
     """Steps as large as the values themselves ruin the model; the judge then keeps it as it was."""
     plain = put_through(llama_config(), load_recipe("w4a4kv4"))
-    ruined = put_through(llama_config(), tuned_recipe(learning_rate=1.0))
+    ruined = put_through(llama_config(), tuned_recipe(learning_rate=1.0, vector_rate=1.0))
     note = read_manifest(ruined.packed).layers[0]["tuning"]
     assert note["after"] >= note["before"]
     before, after = load_packed(plain.packed).model.state_dict(), load_packed(ruined.packed).model.state_dict()
@@ -62,6 +65,44 @@ def test_codes_learn_and_are_stored_as_they_ran() -> None:
     assert not torch.equal(stored["qweight"], linear.qweight)
     linear.qweight, linear.w_scale = stored["qweight"], stored["w_scale"]
     assert torch.allclose(linear(x), ran, atol=1e-4)
+
+
+class Small(nn.Module):
+    """A norm whose weight silences channel 3, and a packed linear with one bias far above the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(128), nn.Linear(16, 4, bias=False)
+        with torch.no_grad():
+            self.norm.weight[3] = 0.001
+        bias = torch.linspace(0.5, 1.0, 16)
+        bias[5] = -300.0
+        self.proj = W4AxLinear(128, 16, tensors_of(128, 16) | {"bias": bias}, hadamard=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_a_step_of_a_vector_is_a_share_of_each_value_and_of_most_values() -> None:
+    torch.manual_seed(0)
+    model = Small()
+    before = {"norm.weight": model.norm.weight.detach().clone(), "proj.bias": model.proj.bias.clone()}
+    trainable = _TrainableModel(model, TuningSpec(epochs=1, learning_rate=0.0, vector_rate=0.01))
+    optimizer = torch.optim.Adam(trainable.groups)
+    model.proj(model.norm(torch.randn(8, 128))).square().sum().backward()
+    optimizer.step()
+    stored = trainable.stored()
+    for name, value in before.items():
+        share = (stored[name] - value).abs() / torch.minimum(value.abs(), value.abs().median())
+        assert torch.allclose(share, torch.full_like(share, 0.01), atol=1e-3), name  # Adam's first step is the rate
+    assert torch.equal(stored["proj.w_scale"], model.proj.linear.w_scale), "scales had no rate"
+    assert "proj.qweight" not in stored
+
+
+def test_tuning_that_moves_nothing_is_refused() -> None:
+    with pytest.raises(CometError, match="all its rates are 0"):
+        TuningSpec(epochs=1, learning_rate=0.0, vector_rate=0.0)
+    assert TuningSpec(learning_rate=0.0, vector_rate=0.0).epochs == 0
 
 
 def tensors_of(channels: int, rows: int) -> dict[str, torch.Tensor]:
