@@ -31,6 +31,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "op", "arch", "path", "m", "n", "k", "int4_fraction", "weight_symmetry", "ablation", "includes_quantize",
         "median_us", "baseline", "baseline_us", "speedup", "bound_fraction", "provenance",
     ),
+    "host": ("op", "m", "n", "k", "host_us", "of_torch_add", "provenance"),  # cuda/tools/host_time.py
     "fuzz": ("inputs", "seed", "refused", "loaded", "failures", "provenance"),  # tests/fuzz/campaign.py
     "big": (  # tests/big/measure.py
         "model", "recipe", "layers", "samples", "device", "pack_s_by_layer", "ram_above_imports", "bound", "provenance",
@@ -66,7 +67,7 @@ KINDS = {  # key -> what its value must be
     **dict.fromkeys(("seq_len", "m", "batch", "prompt_tokens", "output_tokens", "context", "layers"), WHOLE),
     **dict.fromkeys(("value", "int4_mac_fraction", "median_us", "baseline_us", "speedup", "bound_fraction"), NO_NUMBER),
     **dict.fromkeys(("tokens_per_s", "ttft_ms", "tpot_ms", "memory_gib"), NO_NUMBER),
-    "int4_fraction": NUMBER,
+    **dict.fromkeys(("int4_fraction", "host_us", "of_torch_add"), NUMBER),
     **dict.fromkeys(("protocol", "provenance", "step_parts"), OBJECT),
 }
 TYPES: dict[str, tuple[type, ...]] = {

@@ -8,6 +8,7 @@ Works under CUDA graph capture (loading included) and from any thread. Nothing h
 
 import ctypes
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 from comet_cuda.errors import CometError
 
 Dim = int | tuple[int, ...]
+BoundLaunch = Callable[..., None]  # takes 64-bit words; see LoadedKernel.bind
 
 _INVALID_CONTEXT = 201
 _SUCCESS = 0
@@ -75,25 +77,40 @@ def _dim3(dim: Dim) -> tuple[int, int, int]:
 
 
 class _ThreadBuffers(threading.local):
-    """Launch buffers of one kernel on one device, one set a thread (the foreign call releases Python's lock)."""
+    """Launch buffers, one set a thread (the foreign call releases Python's lock)."""
 
-    def __init__(self, parameter_bytes: ctypes.c_size_t) -> None:
-        self.parameters = ctypes.create_string_buffer(_MOST_PARAMETER_BYTES)
+    def __init__(
+        self,
+        parameter_bytes: ctypes.c_size_t,
+        parameters: bytes,
+        config: tuple[bytes, bool] = (b"", False),
+        words: int = 0,
+    ) -> None:
+        """parameters: what they are before the first launch. config: shape and pdl, where they are always the same.
+
+        words: how many 64-bit words of the parameters a bound launch writes.
+        """
+        self.parameters = ctypes.create_string_buffer(parameters, len(parameters))
+        self.parameter_bytes = parameter_bytes
         pointers = (ctypes.addressof(self.parameters), ctypes.addressof(parameter_bytes))
         self.extra = (ctypes.c_void_p * 5)(
             _EXTRA_BUFFER_POINTER, pointers[0], _EXTRA_BUFFER_SIZE, pointers[1], _EXTRA_END
         )
         self.attributes = ctypes.create_string_buffer(72)  # one CUlaunchAttribute: id, padding, 64 bytes of value
         struct.pack_into("I4xi", self.attributes, 0, _ATTRIBUTE_PDL, 1)
-        self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.attributes_at = ctypes.addressof(self.attributes)
+        shape, pdl = config
+        self.config = ctypes.create_string_buffer(_CONFIG.pack(shape, 0, self.attributes_at, pdl), _CONFIG.size)
+        written = (ctypes.c_uint64 * words).from_buffer(self.parameters)
+        stream = ctypes.c_uint64.from_buffer(self.config, _SHAPE.size)
+        self.bound = (written, stream, self.config, self.extra)  # all that a bound launch needs, in one look-up
 
 
 class LoadedKernel:
     """One kernel in one device's context."""
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
-        """Load `cubin` on `device` and look up `entry`, also while a stream of this thread is being captured."""
+        """Load `cubin` on `device`, torch's current one, and look up `entry`; also while a stream is being captured."""
         library = driver_library()
         _use_torch_context(device)
         mode = ctypes.c_int(_CAPTURE_RELAXED)
@@ -111,7 +128,7 @@ class LoadedKernel:
         self.device = device
         self._function = function
         self._parameter_bytes = ctypes.c_size_t(0)  # known with the first arguments
-        self._buffers = _ThreadBuffers(self._parameter_bytes)
+        self._buffers = _ThreadBuffers(self._parameter_bytes, bytes(_MOST_PARAMETER_BYTES))
         self._pack = struct.Struct("")
         self._shapes: dict[tuple[Dim, Dim, int], bytes] = {}
         self._launch = library.cuLaunchKernelEx
@@ -164,13 +181,36 @@ class LoadedKernel:
         self._shapes[grid, block, shared_bytes] = packed
         return packed
 
-    def bind(self, grid: Dim, block: Dim, parameters: struct.Struct, shared_bytes: int, pdl: bool) -> "BoundLaunch":
-        """A launch of one shape whose only parameter is a struct, for callers that keep it (see BoundLaunch)."""
+    def bind(
+        self, grid: Dim, block: Dim, words: int, shared_bytes: int = 0, pdl: bool = False, fixed: bytes = b""
+    ) -> BoundLaunch:
+        """A launch of one shape, for callers that keep it, of a kernel whose only parameter is a struct.
+
+        Calling it with the struct's 64-bit words launches on torch's current stream, and costs a microsecond. The
+        kernel's device must be torch's current one.
+
+        Args:
+            words: how many 64-bit words of the struct calls give, as integers: the first ones. fixed: the rest of it.
+        """
+        device, function, start = self.device, self._function, self._launch
         offset, size = self._parameter(0)
-        if offset != 0 or size != parameters.size:
-            raise TypeError(f"{self.entry} takes {size} bytes of parameters, not {parameters.size}")
-        self._parameter_bytes.value = size
-        return BoundLaunch(self, self._new_shape(grid, block, shared_bytes), parameters, pdl)
+        if offset != 0 or size != 8 * words + len(fixed):
+            raise TypeError(f"{self.entry} takes {size} bytes of parameters, not {8 * words + len(fixed)}")
+        config = (self._new_shape(grid, block, shared_bytes), pdl)
+        buffers = _ThreadBuffers(ctypes.c_size_t(size), bytes(8 * words) + fixed, config, words)
+
+        def launch(*values: int) -> None:
+            parameters, stream, config, extra = buffers.bound
+            parameters[:] = values  # type: ignore[call-overload]  # a tuple does
+            stream.value = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined,unused-ignore]
+            status = start(config, function, None, extra)
+            if status == _INVALID_CONTEXT:  # a thread in which torch has not used this GPU yet
+                _use_torch_context(device)
+                status = start(config, function, None, extra)
+            if status != _SUCCESS:
+                _check(status, f"launch {self.entry}")
+
+        return launch
 
     def launch(self, grid: Dim, block: Dim, args: Sequence[Any], shared_bytes: int = 0, pdl: bool = False) -> None:
         """Launch on torch's current stream of this device; see `CompiledKernel.launch`."""
@@ -196,40 +236,6 @@ class LoadedKernel:
             )
 
 
-class BoundLaunch:
-    """A kernel with its launch shape, of which only the values of its parameter struct are missing.
-
-    Calling it with them launches on torch's current stream of the kernel's device: two packs and one foreign call.
-    """
-
-    def __init__(self, kernel: LoadedKernel, shape: bytes, parameters: struct.Struct, pdl: bool) -> None:
-        self._device = kernel.device
-        self._kernel = kernel
-        self._function = kernel._function
-        self._buffers = kernel._buffers
-        self._launch = kernel._launch
-        self._shape = shape
-        self._pdl = pdl
-        self._pack_into = parameters.pack_into
-
-    def __call__(self, *values: float) -> None:
-        """Launch with the struct's fields, in order: addresses as integers."""
-        if self._device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device):
-                self(*values)
-            return
-        buffers = self._buffers
-        self._pack_into(buffers.parameters, 0, *values)
-        stream = torch._C._cuda_getCurrentRawStream(self._device)  # type: ignore[attr-defined,unused-ignore]
-        _CONFIG.pack_into(buffers.config, 0, self._shape, stream, buffers.attributes_at, self._pdl)
-        status = self._launch(buffers.config, self._function, None, buffers.extra)
-        if status == _INVALID_CONTEXT:  # a thread in which torch has not used this GPU yet
-            _use_torch_context(self._device)
-            status = self._launch(buffers.config, self._function, None, buffers.extra)
-        if status != _SUCCESS:
-            _check(status, f"launch {self._kernel.entry}")
-
-
 def _torch_allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] | None:
     """torch's own shortcut to its CUDA allocator, which its compiler's code uses; None where a version has none."""
     try:
@@ -249,8 +255,15 @@ class EmptyTensors:
         """kinds: shape and type of each tensor."""
         self._kinds = [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype in kinds]
 
+    def here(self) -> list[torch.Tensor]:
+        """A fresh set on torch's current GPU."""
+        if _empty_strided is None:
+            return [torch.empty(shape, dtype=dtype, device="cuda") for shape, _, dtype in self._kinds]
+        return [*itertools.starmap(_empty_strided, self._kinds)]
+
     def on(self, device: int) -> list[torch.Tensor]:
         """A fresh set on GPU `device`."""
-        if _empty_strided is not None and device == torch._C._cuda_getDevice():
-            return [_empty_strided(*kind) for kind in self._kinds]
-        return [torch.empty(shape, dtype=dtype, device=f"cuda:{device}") for shape, _, dtype in self._kinds]
+        if device == torch._C._cuda_getDevice():
+            return self.here()
+        with torch.cuda.device(device):
+            return self.here()

@@ -38,7 +38,8 @@ PERM_ALIGNMENT = 512  # bytes, one block of indices; what torch's allocator give
 MOST_CODES = 1 << 33  # the kernel's indices of scales have 32 bits
 DEFAULT_SHARED = 99 * 1024  # bytes a cta may use where torch does not say
 QUANTIZE_ARGUMENTS = 'Tensor? perm, Tensor block_bits, Tensor clip, bool hadamard, str layout="sm_90", int share=1'
-_PARAMS = struct.Struct("<9Q3if")  # Params of quantize_act.cu
+_POINTERS = 9  # of struct Params of quantize_scale.cuh,
+_SIZES = struct.Struct("<3if")  # and the rest of it: M, K, NB, eps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,7 @@ def _bound(
     share: int,
     aligned: int,
     gathered: bool,
+    eps: float,
 ) -> BoundLaunch:
     """The launch of one shape: all but the addresses. `aligned`: the rows' addresses modulo 16."""
     if share not in (1, TOKEN):
@@ -147,7 +149,8 @@ def _bound(
         source: str, defines: dict[str, int | str], grid: tuple[int, int], threads: int, shared: int
     ) -> BoundLaunch:
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
-        return kernel.load(device).bind(grid, threads, _PARAMS, shared, overlap)
+        sizes = _SIZES.pack(rows, channels, num_blocks(channels), eps)
+        return kernel.load(device).bind(grid, threads, _POINTERS, shared, overlap, sizes)
 
     if share == TOKEN:
         token = quantize_token_plan.plan_plain(rows, channels, fuse, gathered, vector, sms, shared_limit)
@@ -219,6 +222,11 @@ def launch(
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
     device, dtype, blocks = x.get_device(), x.dtype, block_bits.numel()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            norm = (fuse, residual, residual_out, weight, eps)
+            launch(x, perm, block_bits, clip, hadamard, codes, scale, layout, share, *norm)
+        return
     if not (
         dtype in ELEMENTS
         and 0 <= blocks * BLOCK - channels < BLOCK
@@ -241,7 +249,7 @@ def launch(
         (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
     )
     aligned = (x_at | weight_at | residual_at | out_at) % 16  # 0: to 16 bytes
-    bound = _bound(device, rows, channels, dtype, hadamard, fuse, layout, share, aligned, perm is not None)
+    bound = _bound(device, rows, channels, dtype, hadamard, fuse, layout, share, aligned, perm is not None, eps)
     perm = identity(channels, device) if perm is None else perm
     perm_at = perm.data_ptr()
     if perm_at % PERM_ALIGNMENT:
@@ -249,7 +257,7 @@ def launch(
         perm_at = perm.data_ptr()
     bound(
         x_at, residual_at, out_at, weight_at, perm_at, block_bits.data_ptr(), clip.data_ptr(),
-        codes.data_ptr(), scale.data_ptr(), rows, channels, blocks, eps,
+        codes.data_ptr(), scale.data_ptr(),
     )  # fmt: skip
 
 

@@ -47,10 +47,8 @@ def rms_norm_quantize_ref(
     return codes, meta, x.new_empty(0) if residual is None else summed
 
 
-def norm_inputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor, op: str
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """x, residual and weight as the kernels take them, and where x + residual goes (None without a residual)."""
+def norm_inputs(x: Tensor, residual: Tensor | None, weight: Tensor, op: str) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x, residual and weight as the kernels take them."""
     x = as_rows(x, op)
     device = x.get_device()
     if weight.dtype is not x.dtype or weight.shape != x.shape[1:] or weight.get_device() != device:
@@ -59,13 +57,13 @@ def norm_inputs(
             f"it must be {x.dtype} ({x.shape[1]},) on {x.device}",
         )
     if residual is None:
-        return x, None, None, weight.contiguous()
+        return x, None, weight.contiguous()
     if residual.shape != x.shape or residual.dtype is not x.dtype or residual.get_device() != device:
         raise CometError(
             f"{op}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}",
             f"it must be like x: {x.dtype} {tuple(x.shape)} on {x.device}",
         )
-    return x, as_rows(residual, op), torch.empty_like(x), weight.contiguous()
+    return x, as_rows(residual, op), weight.contiguous()
 
 
 def rms_norm_quantize_gpu(
@@ -83,7 +81,8 @@ def rms_norm_quantize_gpu(
     """`rms_norm_quantize_ref` on CUDA tensors."""
     if not has_kernel(x, layout, share):
         return rms_norm_quantize_ref(x, residual, weight, eps, perm, block_bits, clip, hadamard, layout, share)
-    x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
+    x, residual, weight = norm_inputs(x, residual, weight, "rms_norm_quantize")
+    summed = None if residual is None else torch.empty_like(x)
     codes, meta = empty_tiled(x, block_bits.numel(), layout)
     norm = ("rms_norm", residual, summed, weight, eps)
     launch(x, perm, block_bits, clip, hadamard, codes, meta, layout, share, *norm)

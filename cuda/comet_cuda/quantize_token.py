@@ -8,6 +8,7 @@ Few tokens go to quantize_token.cu (its plan is in quantize_token_plan.py), many
 
 import functools
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,11 +39,12 @@ from comet_cuda.quantize_token_ref import (
     token_shapes,
 )
 
-_PARAMS = struct.Struct("<9Q3ifQi4x")  # TokenParams of quantize_token.cu
+WORDS = 13  # of struct TokenParams of token_scale.cuh, 64 bits each
+_SIZES = struct.Struct("<3if")  # two of them: M, K, NB, eps
+_FLOAT, _INT = torch.float32, torch.int32
 
 
-@functools.lru_cache(maxsize=4096)
-def _bound(
+def _bind(
     device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
@@ -61,7 +63,7 @@ def _bound(
     ) -> BoundLaunch:
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
         overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
-        return kernel.load(device).bind(ctas, WARP * warps, _PARAMS, shared_bytes, overlap)
+        return kernel.load(device).bind(ctas, WARP * warps, WORDS, shared_bytes, overlap)
 
     if hopper and aligned == 0:
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
@@ -81,31 +83,43 @@ def _bound(
     ), plan.gather
 
 
+@dataclass(frozen=True)
+class Call:
+    """All of a launch that its shapes decide."""
+
+    bound: BoundLaunch
+    gather: bool  # it reads a permutation
+    blocks: int
+    results: EmptyTensors  # codes, multiples, scale, and x + residual for the norm (empty without a residual)
+    sizes: tuple[int, int]  # M, K, NB and eps, as two words
+
+
 @functools.lru_cache(maxsize=4096)
-def _empty(rows: int, blocks: int, int8_blocks: int) -> EmptyTensors:
-    """What one shape's results are allocated with."""
-    codes, multiples, scale = token_shapes(rows, blocks, int8_blocks)
-    return EmptyTensors((codes, torch.uint8), (multiples, torch.int32), (scale, torch.float32))
-
-
-def _check(x: Tensor, channels: int, perm: Tensor | None, int8_blocks: int, clip: Tensor) -> None:
-    """Raises CometError, naming the argument, for what the kernel cannot take; of `channels` channels."""
+def _bound(
+    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool,
+    int8_blocks: int, eps: float, summed: bool,
+) -> Call:  # fmt: skip
+    """`aligned`: the rows' addresses modulo 16. summed: there is a residual."""
     check_blocks(channels, int8_blocks)
-    if x.dtype not in ELEMENTS:
-        raise CometError(f"quantize_token: x is {x.dtype}", "it must be bfloat16 or float16 on a GPU")
-    device, blocks = x.get_device(), num_blocks(channels)
-    for name, tensor, dtype, size in (("clip", clip, torch.float32, blocks), ("perm", perm, torch.int32, channels)):
-        if tensor is None or (
-            tensor.dtype is dtype
-            and tensor.numel() == size
-            and tensor.get_device() == device
-            and tensor.is_contiguous()
-        ):
-            continue
-        raise CometError(
-            f"quantize_token: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-            f"it must be contiguous {dtype} ({size},) on {x.device}",
-        )
+    if dtype not in ELEMENTS:
+        raise CometError(f"quantize_token: x is {dtype}", "it must be bfloat16 or float16 on a GPU")
+    blocks = num_blocks(channels)
+    codes, multiples, scale = token_shapes(rows, blocks, int8_blocks)
+    results = [(codes, torch.uint8), (multiples, torch.int32), (scale, torch.float32)]
+    if fuse == "rms_norm":
+        results.append(((rows, channels) if summed else (0,), dtype))
+    bound, gather = (lambda *_: None), False  # without tokens
+    if rows > 0:
+        bound, gather = _bind(device, rows, channels, dtype, hadamard, fuse, aligned, gathered)
+    first, second = struct.unpack("<2Q", _SIZES.pack(rows, channels, blocks, eps))
+    return Call(bound, gather, blocks, EmptyTensors(*results), (first, second))
+
+
+def _wrong(name: str, tensor: Tensor, dtype: torch.dtype, size: int, device: int) -> CometError:
+    return CometError(
+        f"quantize_token: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+        f"it must be contiguous {dtype} ({size},) on cuda:{device}",
+    )
 
 
 def launch(
@@ -116,41 +130,52 @@ def launch(
     hadamard: bool,
     fuse: str = "none",
     residual: Tensor | None = None,
-    residual_out: Tensor | None = None,
     weight: Tensor | None = None,
     eps: float = 0.0,
-) -> TokenOperand:
-    """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU."""
+) -> list[Tensor]:
+    """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU: the results of `Call`."""
+    device = x.get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return launch(x, perm, int8_blocks, clip, hadamard, fuse, residual, weight, eps)
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels
-    device, blocks = x.get_device(), num_blocks(channels)
-    _check(x, channels, perm, int8_blocks, clip)
-    codes, multiples, scale = _empty(rows, blocks, int8_blocks).on(device)
-    if rows == 0:
-        return codes, multiples, scale
     x_at = x.data_ptr()
     weight_at = 0 if weight is None else weight.data_ptr()
-    residual_at, out_at = (
-        (0, 0) if residual is None or residual_out is None else (residual.data_ptr(), residual_out.data_ptr())
-    )
-    aligned = (x_at | weight_at | residual_at | out_at) % 16
-    bound, gather = _bound(device, rows, channels, x.dtype, hadamard, fuse, aligned, perm is not None)
-    if gather:
-        perm = identity(channels, device) if perm is None else perm
-        perm = perm if perm.data_ptr() % PERM_ALIGNMENT == 0 else perm.clone()
-    bound(
-        x_at, residual_at, out_at, weight_at, 0 if perm is None else perm.data_ptr(), 0,
-        clip.data_ptr(), codes.data_ptr(), scale.data_ptr(), rows, channels,
-        blocks, eps, multiples.data_ptr(), int8_blocks,
+    residual_at = 0 if residual is None else residual.data_ptr()
+    call = _bound(
+        device, rows, channels, x.dtype, hadamard, fuse, (x_at | weight_at | residual_at) % 16, perm is not None,
+        int8_blocks, eps, residual is not None,
     )  # fmt: skip
-    return codes, multiples, scale
+    if not (
+        clip.dtype is _FLOAT and clip.numel() == call.blocks and clip.get_device() == device and clip.is_contiguous()
+    ):
+        raise _wrong("clip", clip, _FLOAT, call.blocks, device)
+    if perm is not None and not (
+        perm.dtype is _INT and perm.numel() == channels and perm.get_device() == device and perm.is_contiguous()
+    ):
+        raise _wrong("perm", perm, _INT, channels, device)
+    perm_at = 0
+    if call.gather:
+        perm = identity(channels, device) if perm is None else perm
+        perm_at = perm.data_ptr()
+        if perm_at % PERM_ALIGNMENT:
+            perm = perm.clone()
+            perm_at = perm.data_ptr()
+    results = call.results.here()
+    call.bound(
+        x_at, residual_at, results[3].data_ptr() if residual_at else 0, weight_at, perm_at, 0, clip.data_ptr(),
+        results[0].data_ptr(), results[2].data_ptr(), *call.sizes, results[1].data_ptr(), int8_blocks,
+    )  # fmt: skip
+    return results
 
 
 def quantize_token_gpu(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
     """`quantize_token_ref` on CUDA tensors."""
     if x.dtype is torch.float32:  # packing and evaluation in float32, where time is elsewhere
         return quantize_token_ref(x, perm, int8_blocks, clip, hadamard)
-    return launch(as_rows(x, "quantize_token"), perm, int8_blocks, clip, hadamard)
+    codes, multiples, scale = launch(as_rows(x, "quantize_token"), perm, int8_blocks, clip, hadamard)
+    return codes, multiples, scale
 
 
 def rms_norm_quantize_token_gpu(
@@ -164,16 +189,18 @@ def rms_norm_quantize_token_gpu(
     hadamard: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rms_norm_quantize_token_ref` on CUDA tensors."""
-    x, residual, summed, weight = norm_inputs(x, residual, weight, "rms_norm_quantize_token")
-    found = launch(x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, summed, weight, eps)
-    return *found, x.new_empty(0) if summed is None else summed
+    x, residual, weight = norm_inputs(x, residual, weight, "rms_norm_quantize_token")
+    codes, multiples, scale, summed = launch(x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, weight, eps)
+    return codes, multiples, scale, summed
 
 
 def silu_mul_quantize_token_gpu(
     gate_up: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
 ) -> TokenOperand:
     """`silu_mul_quantize_token_ref` on CUDA tensors."""
-    return launch(as_rows(gate_up, "silu_mul_quantize_token"), perm, int8_blocks, clip, hadamard, "silu_mul")
+    rows = as_rows(gate_up, "silu_mul_quantize_token")
+    codes, multiples, scale = launch(rows, perm, int8_blocks, clip, hadamard, "silu_mul")
+    return codes, multiples, scale
 
 
 def _fake(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:

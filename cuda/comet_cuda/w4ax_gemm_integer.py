@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from comet_cuda.affine import BLOCK
+from comet_cuda.driver import BoundLaunch, EmptyTensors
 from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
-from comet_cuda.library import LIBRARY, define_op
-from comet_cuda.quantize_token_ref import check_blocks
+from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
+from comet_cuda.quantize_token_ref import check_blocks, token_shapes
 from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, TABLE, fits, make_plan
 from comet_cuda.w4ax_gemm_sm90 import sm_count, workspace
 from comet_cuda.weight_layout import (
-    ATOM,
-    ATOM_BYTES,
     ROW_TILE,
     record_bytes,
     row_bases,
@@ -36,6 +35,7 @@ from comet_cuda.weight_layout import (
 )
 
 SOURCE = "w4ax_gemm_integer.cu"
+RECORD = record_bytes(False)
 PRODUCER_REGISTERS = 40  # of a producer thread,
 FEW_REGISTERS = 32  # and where blocks come in batches or three warpgroups share what there is
 
@@ -77,7 +77,7 @@ class IntegerTiles:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        stage = self.tile_tokens * (BLOCK + 4) + self.row_wgs * record_bytes(False)
+        stage = self.tile_tokens * (BLOCK + 4) + self.row_wgs * RECORD
         return (-(-stage // 1024) * 1024 + 16) * self.stages + 1024
 
     def defines(self, out_dtype: torch.dtype) -> dict[str, int | str]:
@@ -142,6 +142,9 @@ class IntegerWeight:
     rows: int  # N
     int8_blocks: int  # the first blocks, which hold INT8 activations
 
+    def __post_init__(self) -> None:
+        check_weight(self.records, self.base, self.rows, self.int8_blocks)
+
 
 def count_int8_blocks(block_bits: Tensor) -> int:
     """How many blocks have 8 bits, which must be the first ones; block_bits: uint8 [NB] of 4 and 8."""
@@ -170,20 +173,20 @@ def prepare_weight_integer(
     return IntegerWeight(records, padded.contiguous(), base.shape[0], count_int8_blocks(block_bits))
 
 
-_POINTERS = struct.Struct("<9Q")  # struct Operands of gemm_integer.cuh: its pointers,
-_NUMBERS = struct.Struct("<4i8i2i")  # and the rest
+_POINTERS = 9  # of struct Operands of gemm_integer.cuh,
+_NUMBERS = struct.Struct("<4i8i2i")  # and the rest of it
+_BYTES, _WORDS, _FLOATS = torch.uint8, torch.int32, torch.float32
 
 
 @dataclass(frozen=True)
 class Call:
     """All of a launch that its shapes decide."""
 
-    shapes: tuple[tuple[int, ...], ...]  # of x_codes, multiples, token_scale, weight, base
-    kernel: CompiledKernel
-    ctas: int
-    threads: int
-    shared_bytes: int
-    numbers: bytes
+    x_codes: tuple[int, ...]  # shapes of the activations
+    multiples: tuple[int, ...]
+    token_scale: tuple[int, ...]
+    bound: BoundLaunch
+    y: EmptyTensors
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,6 +198,7 @@ def _call(
     out_dtype: torch.dtype,
     device: int,
     tiles: IntegerTiles | None,
+    pdl: bool,
 ) -> Call:
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
@@ -203,57 +207,44 @@ def _call(
     memory = workspace(device)
     if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
-    return Call(
-        operand_shapes(tokens, rows, blocks, int8_blocks),
-        chosen.kernel(out_dtype),
-        plan.ctas,
-        chosen.threads,
-        chosen.shared_bytes,
-        _NUMBERS.pack(tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks, 0),
-    )
-
-
-def operand_shapes(tokens: int, rows: int, blocks: int, int8_blocks: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of x_codes, multiples, token_scale, weight, base. Raises CometError for more INT8 blocks than blocks."""
     if not 0 <= int8_blocks <= blocks:
         raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
-    atoms, row_tiles = token_atoms(tokens), -(-rows // ROW_TILE)
-    return (
-        (blocks, atoms, ATOM_BYTES),
-        (max(int8_blocks, 1), atoms, ATOM),
-        (atoms * ATOM,),
-        (row_tiles, blocks, record_bytes(False)),
-        (row_tiles * ROW_TILE,),
+    numbers = (tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks, 0)
+    return Call(
+        *token_shapes(tokens, blocks, int8_blocks),
+        chosen.kernel(out_dtype)
+        .load(device)
+        .bind(plan.ctas, chosen.threads, _POINTERS, chosen.shared_bytes, pdl, _NUMBERS.pack(*numbers)),
+        EmptyTensors(((tokens, rows), out_dtype)),
     )
 
 
-def check_operands(
-    x_codes: Tensor,
-    multiples: Tensor,
-    token_scale: Tensor,
-    weight: Tensor,
-    base: Tensor,
-    bias: Tensor | None,
-    tokens: int,
-    rows: int,
-    int8_blocks: int,
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise CometError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
+            f"it must be contiguous {dtype} {shape}",
+        )
+    if tensor.device != device:
+        raise CometError(f"{name} is on {tensor.device}, the weight on {device}", "move one of them")
+
+
+def check_weight(weight: Tensor, base: Tensor, rows: int, int8_blocks: int) -> None:
+    """Raise CometError, naming the operand, where the weights' side is not what the kernel reads."""
+    row_tiles, blocks = -(-rows // ROW_TILE), weight.shape[1]
+    if not 0 <= int8_blocks <= blocks:
+        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
+    _expect("weight", weight, torch.uint8, (row_tiles, blocks, RECORD), weight.device)
+    _expect("base", base, torch.float32, (row_tiles * ROW_TILE,), weight.device)
+
+
+def check_activations(
+    x_codes: Tensor, multiples: Tensor, token_scale: Tensor, weight: Tensor, tokens: int, int8_blocks: int
 ) -> None:
-    """Raise CometError, naming the operand, where a shape or type is not what the kernel reads."""
-    blocks = weight.shape[1]
-    names = ("x_codes", "multiples", "token_scale", "weight", "base")
-    tensors = (x_codes, multiples, token_scale, weight, base)
-    kinds = (torch.uint8, torch.int32, torch.float32, torch.uint8, torch.float32)
-    expected = [*zip(names, tensors, kinds, operand_shapes(tokens, rows, blocks, int8_blocks), strict=True)]
-    if bias is not None:
-        expected.append(("bias", bias, bias.dtype, (rows,)))
-    for name, tensor, dtype, shape in expected:
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise CometError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, contiguous: {tensor.is_contiguous()}",
-                f"{tokens} tokens, {rows} rows and {blocks} blocks need contiguous {dtype} {shape}",
-            )
-        if tensor.device != weight.device:
-            raise CometError(f"{name} is on {tensor.device}, the weight on {weight.device}", "move one of them")
+    """Raise CometError, naming the operand, where activations are not what the kernel reads beside `weight`."""
+    operands = (("x_codes", x_codes, _BYTES), ("multiples", multiples, _WORDS), ("token_scale", token_scale, _FLOATS))
+    for (name, tensor, dtype), shape in zip(operands, token_shapes(tokens, weight.shape[1], int8_blocks), strict=True):
+        _expect(name, tensor, dtype, shape, weight.device)
 
 
 def launch(
@@ -269,42 +260,56 @@ def launch(
     out_dtype: torch.dtype,
     tiles: IntegerTiles | None = None,
     pdl: bool = True,
+    checked: bool = False,
 ) -> Tensor:
-    """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning)."""
+    """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning).
+
+    checked: weight and base are those of an `IntegerWeight`.
+    """
     device = weight.get_device()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return launch(
+                x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks, out_dtype, tiles, pdl
+            )
+    row_tiles, shape = -(-rows // ROW_TILE), weight.shape
+    if not checked and not (  # the quick form of check_weight, which names the culprit
+        shape == (row_tiles, shape[1], RECORD)
+        and base.shape == (row_tiles * ROW_TILE,)
+        and weight.dtype is _BYTES
+        and base.dtype is _FLOATS
+        and weight.is_contiguous()
+        and base.is_contiguous()
+        and device == base.get_device()
+    ):
+        check_weight(weight, base, rows, int8_blocks)
     if tokens == 0 or rows == 0:
-        check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+        check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
         return weight.new_empty(tokens, rows, dtype=out_dtype)
-    call = _call(tokens, rows, weight.shape[1], int8_blocks, out_dtype, device, tiles)
-    # The quick form of check_operands, which names the culprit.
-    if not (
-        (x_codes.shape, multiples.shape, token_scale.shape, weight.shape, base.shape) == call.shapes
-        and x_codes.dtype == weight.dtype == torch.uint8
-        and multiples.dtype == torch.int32
-        and token_scale.dtype == base.dtype == torch.float32
+    call = _call(tokens, rows, shape[1], int8_blocks, out_dtype, device, tiles, pdl)
+    if not (  # the quick form of check_activations, which names the culprit
+        x_codes.shape == call.x_codes
+        and multiples.shape == call.multiples
+        and token_scale.shape == call.token_scale
+        and x_codes.dtype is _BYTES
+        and multiples.dtype is _WORDS
+        and token_scale.dtype is _FLOATS
         and x_codes.is_contiguous()
         and multiples.is_contiguous()
         and token_scale.is_contiguous()
-        and weight.is_contiguous()
-        and base.is_contiguous()
-        and device == x_codes.get_device() == multiples.get_device() == token_scale.get_device() == base.get_device()
-        and bias is None
+        and device == x_codes.get_device() == multiples.get_device() == token_scale.get_device()
     ):
-        check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
-    y = torch.empty((tokens, rows), dtype=out_dtype, device=weight.device)
-    if bias is not None and bias.dtype != torch.float32:
+        check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
+    bias_at = 0
+    if bias is not None:
+        _expect("bias", bias, bias.dtype, (rows,), weight.device)
         bias = bias.float()
-    pointers = _POINTERS.pack(
-        weight.data_ptr(),
-        base.data_ptr(),
-        x_codes.data_ptr(),
-        multiples.data_ptr(),
-        token_scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        *workspace(device).addresses,
-    )
-    call.kernel.launch_on(device, call.ctas, call.threads, (pointers + call.numbers,), call.shared_bytes, pdl)
+        bias_at = bias.data_ptr()
+    (y,) = call.y.here()
+    call.bound(
+        weight.data_ptr(), base.data_ptr(), x_codes.data_ptr(), multiples.data_ptr(), token_scale.data_ptr(),
+        bias_at, y.data_ptr(), *workspace(device).addresses,
+    )  # fmt: skip
     return y
 
 
@@ -331,7 +336,8 @@ def w4ax_gemm_integer_ref(
     Returns:
         out_dtype [M, N].
     """
-    check_operands(x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks)
+    check_weight(weight, base, rows, int8_blocks)
+    check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
     x = untile_activations_integer_sm90(x_codes, multiples, tokens, int8_blocks)
     w = untile_weight_integer_sm90(weight, rows)
     total = x.flatten(1).double() @ w.flatten(1).double().T  # below 2^53: exact
@@ -373,9 +379,11 @@ def w4ax_gemm_integer(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The op behind `w4ax_gemm_integer_ref`, with the weight as one object; plain CUDA tensors skip the dispatcher."""
-    operands = (x_codes, multiples, token_scale, weight.records, weight.base, bias)
-    rest = (tokens, weight.rows, weight.int8_blocks, out_dtype)
-    if type(x_codes) is Tensor and x_codes.is_cuda and not torch.compiler.is_compiling():
-        return launch(*operands, *rest)
-    y: Tensor = torch.ops.comet.w4ax_gemm_integer(*operands, *rest)
+    arguments = (
+        x_codes, multiples, token_scale, weight.records, weight.base, bias,
+        tokens, weight.rows, weight.int8_blocks, out_dtype,
+    )  # fmt: skip
+    if is_plain_cuda(x_codes):
+        return launch(*arguments, checked=True)
+    y: Tensor = torch.ops.comet.w4ax_gemm_integer(*arguments)
     return y

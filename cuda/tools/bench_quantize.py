@@ -4,7 +4,6 @@
 
 Every case is first compared with the reference (integers equal; fused forms as the tests demand). The baseline is an
 elementwise kernel (torch.neg) that moves the same number of bytes; the bound is those bytes at its rate on 1 GB.
-At the end the host's time of one call is printed.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,29 +141,6 @@ def time_copy(size: int) -> float:
     return median_microseconds([launch(i) for i in range(1, len(buffers))])
 
 
-def host_microseconds(calls: int = 2000) -> dict[str, float]:
-    """The host's time of one call, M = 1: the best of five runs, and of torch.add for comparison."""
-    case = Case(1, 4096, "")
-    a, b = torch.randn(2, 1, 4096, device="cuda")
-    common = (case.perm, case.bits, case.clip, True, "sm_90", 1)
-    kinds: dict[str, Callable[[], Any]] = {
-        "torch.add": lambda: torch.add(a, a, out=b),
-        "torch.ops.comet.quantize_act_tiled": lambda: torch.ops.comet.quantize_act_tiled(case.inputs[0], *common),
-        "quantize_act_tiled": lambda: quantize_act_tiled(case.inputs[0], *common),
-    }
-    found = {}
-    for name, call in kinds.items():
-        times = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls // 5):
-                call()
-            times.append((time.perf_counter() - start) / (calls // 5))
-        found[name] = 1e6 * min(times)
-    return found
-
-
 def output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -225,8 +200,6 @@ def main() -> None:
             out.write(json.dumps(record) + "\n")
             speed = f"{us:8.2f} us {case.bytes / us / 1e6:5.2f} TB/s, torch.neg {copy:8.2f} us"
             print(f"M={m:5} K={k:5} {variant or 'all':15} share {share or 'token'} {speed}", flush=True)
-    for name, us in host_microseconds().items():
-        print(f"host, one call of {name}: {us:.2f} us")
 
 
 if __name__ == "__main__":

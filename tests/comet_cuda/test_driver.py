@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import threading
 from typing import Any
 
 import pytest
@@ -105,23 +106,40 @@ def test_a_thread_without_a_context_gets_one(library: Driver) -> None:
     assert library.contexts == contexts + 1 and len(library.launches) == 1
 
 
-def test_a_bound_launch_packs_its_struct(library: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = struct.Struct("<Qif")
+def test_a_bound_launch_writes_its_words(library: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = struct.Struct("<2Qif")
     with pytest.raises(TypeError, match="takes 8 bytes of parameters, not 16"):
-        driver.LoadedKernel(b"cubin", "kernel", 0).bind(1, 32, fields, 0, False)
+        driver.LoadedKernel(b"cubin", "kernel", 0).bind(1, 32, 2)
     monkeypatch.setattr(__name__ + ".PARAMETERS", ((0, fields.size),))
-    bound = driver.LoadedKernel(b"cubin", "kernel", 0).bind((5, 2), 256, fields, 100_000, True)
+    fixed = struct.pack("<if", -4, 0.5)
+    bound = driver.LoadedKernel(b"cubin", "kernel", 0).bind((5, 2), 256, 2, 100_000, True, fixed)
     assert library.shared == [100_000] and not library.launches
     contexts = library.contexts
     library.next_status = [201]
-    for number in (3, -4):
-        bound(1 << 40, number, 0.5)
+    for number in (3, 4):
+        bound(1 << 40, number)
     assert [shape for shape, _ in library.launches] == [(5, 2, 1, 256, 1, 1, 100_000, 1)] * 2
-    assert [fields.unpack(packed) for _, packed in library.launches] == [(1 << 40, 3, 0.5), (1 << 40, -4, 0.5)]
+    assert [fields.unpack(packed) for _, packed in library.launches] == [(1 << 40, n, -4, 0.5) for n in (3, 4)]
     assert library.contexts == contexts + 1
+    with pytest.raises(ValueError, match="same size"):
+        bound(1)
     library.next_status = [9]
     with pytest.raises(driver.CometError, match="launch kernel"):
-        bound(0, 0, 0.0)
+        bound(0, 0)
+
+
+def test_bound_launches_of_two_threads_keep_apart(library: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The foreign call lets other threads run: each has buffers of its own."""
+    monkeypatch.setattr(__name__ + ".PARAMETERS", ((0, 8),))
+    buffers: list[int] = []
+    monkeypatch.setattr(library, "cuLaunchKernelEx", lambda config, _, __, extra: buffers.append(extra[1]) or 0)
+    bound = driver.LoadedKernel(b"cubin", "kernel", 0).bind(1, 32, 1)
+    other = threading.Thread(target=bound, args=(1,))
+    bound(0)
+    other.start()
+    other.join()
+    bound(2)
+    assert buffers[0] == buffers[2] != buffers[1]
 
 
 def test_empty_tensors_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

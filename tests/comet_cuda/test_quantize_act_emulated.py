@@ -9,6 +9,7 @@ import itertools
 import platform
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -155,7 +156,8 @@ def run(build, x: Tensor, common: tuple, layout: str, share: int, tokens: int, *
     given = [x, residual, summed, weight, perm, bits, clip, *out]
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
-    params = quantize_act_cuda._PARAMS.pack(*addresses, rows, channels, blocks, how.get("eps", 0.0))
+    sizes = quantize_act_cuda._SIZES.pack(rows, channels, blocks, how.get("eps", 0.0))
+    params = struct.pack(f"<{quantize_act_cuda._POINTERS}Q", *addresses) + sizes
     library = build(entry, defines)
     library.emulate(ctypes.c_char_p(params), -(-covered // tokens), splits, threads)
     assert library.shared_used() <= shared_bytes

@@ -1,0 +1,203 @@
+"""What a launch costs the host: calls counted without a GPU, time beside torch.add's on one.
+
+Without a GPU the launchers run on CPU tensors (whose device is -1, which is then "the current GPU"), and a stand-in for
+libcuda keeps what reaches it: also the test that launchers write what the kernels read, field by field.
+"""
+
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
+from host_time import host_microseconds
+
+from comet_cuda import dispatch, driver, jit, quantize_act_cuda, quantize_token, w4ax_gemm_sm90
+from comet_cuda import w4ax_gemm_integer as gemm
+from tests.comet_cuda.test_driver import Driver
+from tests.comet_cuda.test_quantize_act_emulated import aligned
+
+TOKENS, CHANNELS, ROWS, BLOCKS, EIGHTS = 9, 640, 192, 5, 2
+SIZES = {"quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": 128}  # bytes of the kernels' parameter
+FOLDER = str(Path(__file__).parent)
+MOST_CALLS = {"quantize_token": 25, "rms_norm": 37, "silu_mul": 25, "gemm": 27}  # of Python and C functions
+CACHES = (
+    quantize_act_cuda._bound, quantize_token._bound, gemm._call, jit._compile_kernel,
+    dispatch.device_capability, dispatch.device_arch, w4ax_gemm_sm90.sm_count,
+)  # fmt: skip
+
+
+class Memory:
+    FLOATS, FLAGS, addresses = 1 << 30, 1 << 30, (4096, 8192)
+
+    def __init__(self, device: int) -> None: ...
+
+
+class Hopper(Driver):
+    """Kernels by their names, with the sizes of their parameters."""
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = SIZES[name.decode()]
+        return 0
+
+    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
+        offset._obj.value, size._obj.value = 0, function.value
+        return 0
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
+    library = Hopper()
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    for cache in CACHES:
+        cache.cache_clear()
+    monkeypatch.setattr(driver, "driver_library", lambda: library)
+    monkeypatch.setattr(driver, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", (-1).__int__, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", bool)
+    monkeypatch.setattr(jit, "_compile_cubin", lambda *_: jit.Cubin("sm_90a", b"cubin", {}))
+    monkeypatch.setattr(w4ax_gemm_sm90, "Workspace", Memory)
+    monkeypatch.setattr(w4ax_gemm_sm90, "_WORKSPACES", {})
+    yield library
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+class Operands:
+    """Of one linear, all on the CPU."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.x, self.residual = torch.randn(2, TOKENS, CHANNELS).bfloat16()
+        self.gate_up = torch.randn(TOKENS, 2 * CHANNELS).bfloat16()
+        self.weight = torch.ones(CHANNELS, dtype=torch.bfloat16)
+        self.perm = aligned(torch.randperm(CHANNELS).int())
+        self.clip = torch.full((BLOCKS,), 0.9)
+        self.bits = torch.tensor([8] * EIGHTS + [4] * (BLOCKS - EIGHTS), dtype=torch.uint8)
+        self.common = (self.perm, EIGHTS, self.clip, True)
+        records = torch.zeros(ROWS // 64, BLOCKS, gemm.RECORD, dtype=torch.uint8)
+        self.rows = gemm.IntegerWeight(records, torch.ones(ROWS), ROWS, EIGHTS)
+
+    def quantize(self) -> tuple[Tensor, ...]:
+        return quantize_token.quantize_token_gpu(self.x, *self.common)
+
+    def norm(self) -> tuple[Tensor, ...]:
+        return quantize_token.rms_norm_quantize_token_gpu(self.x, self.residual, self.weight, 1e-5, *self.common)
+
+    def silu(self) -> tuple[Tensor, ...]:
+        return quantize_token.silu_mul_quantize_token_gpu(self.gate_up, *self.common)
+
+    def multiply(self, operand: tuple[Tensor, ...], bias: Tensor | None = None) -> Tensor:
+        weight = (self.rows.records, self.rows.base, bias, TOKENS, ROWS, EIGHTS, torch.bfloat16)
+        return gemm.launch(operand[0], operand[1], operand[2], *weight)
+
+
+def at(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def test_launchers_write_what_the_kernels_read(hopper: Hopper) -> None:
+    o = Operands()
+    eps = struct.unpack("<f", struct.pack("<f", 1e-5))[0]
+    codes, multiples, scale = found = o.quantize()
+    tail = (*at(None, o.clip, codes, scale), TOKENS, CHANNELS, BLOCKS)
+    wanted = [(*at(o.x, None, None, None, o.perm), *tail, 0.0, *at(multiples), EIGHTS)]
+    normed = o.norm()
+    tail = (*at(None, o.clip, normed[0], normed[2]), TOKENS, CHANNELS, BLOCKS)
+    wanted.append((*at(o.x, o.residual, normed[3], o.weight, o.perm), *tail, eps, *at(normed[1]), EIGHTS))
+    gated = o.silu()
+    tail = (*at(None, o.clip, gated[0], gated[2]), TOKENS, CHANNELS, BLOCKS)
+    wanted.append((*at(o.gate_up, None, None, None, o.perm), *tail, 0.0, *at(gated[1]), EIGHTS))
+    assert [struct.unpack("<9Q3ifQi4x", packed) for _, packed in hopper.launches] == wanted
+    hopper.launches.clear()
+
+    meta = torch.zeros(BLOCKS, 2, 16)
+    quantize_act_cuda.launch(o.x, o.perm, o.bits, o.clip, True, codes, meta, "sm_90", 1)
+    ((_, packed),) = hopper.launches
+    pointers = at(o.x, None, None, None, o.perm, o.bits, o.clip, codes, meta)
+    assert struct.unpack("<9Q3if", packed) == (*pointers, TOKENS, CHANNELS, BLOCKS, 0.0)
+    hopper.launches.clear()
+
+    bias = torch.ones(ROWS)
+    y = o.multiply(found, bias)
+    assert (y.shape, y.dtype) == ((TOKENS, ROWS), torch.bfloat16)
+    ((shape, packed),) = hopper.launches
+    fields = struct.unpack("<9Q14i", packed)
+    assert list(fields[:9]) == [*at(o.rows.records, o.rows.base, codes, multiples, scale, bias, y), *Memory.addresses]
+    plan = gemm.make_plan(gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS), TOKENS, ROWS, BLOCKS, 132)
+    assert fields[9:] == (TOKENS, ROWS, 2, 3, *plan.schedule, EIGHTS, 0)
+    assert shape[0] == plan.ctas and shape[-1] == 1  # overlaps with the kernel before it
+
+
+def test_wrong_operands_are_named(hopper: Hopper) -> None:
+    o = Operands()
+    found = o.quantize()
+    hopper.launches.clear()
+    for index, name in enumerate(("x_codes", "multiples", "token_scale")):
+        for wrong in (found[index].double(), found[index][:-1]):
+            operand = [*found]
+            operand[index] = wrong
+            with pytest.raises(gemm.CometError, match=f"{name} is"):
+                o.multiply(tuple(operand))
+    with pytest.raises(gemm.CometError, match="bias is"):
+        o.multiply(found, torch.ones(ROWS - 1))
+    with pytest.raises(gemm.CometError, match="weight is"):
+        gemm.launch(*found, o.rows.records[1:], o.rows.base, None, TOKENS, ROWS, EIGHTS, torch.bfloat16)
+    with pytest.raises(gemm.CometError, match="base is"):
+        gemm.IntegerWeight(o.rows.records, o.rows.base[:-1], ROWS, EIGHTS)
+    for clip, perm in ((o.clip[:-1], o.perm), (o.clip.double(), None), (o.clip, o.perm.long()), (o.clip, o.perm[1:])):
+        with pytest.raises(gemm.CometError, match="quantize_token: (clip|perm) is"):
+            quantize_token.quantize_token_gpu(o.x, perm, EIGHTS, clip, True)
+    assert not hopper.launches
+
+
+def host_calls(op: Callable[[], object]) -> int:
+    """Functions, of Python and C alike, that one call of `op` makes once its shape is known; those of tests apart."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call") and not frame.f_code.co_filename.startswith(FOLDER)
+
+    op()
+    sys.setprofile(count)
+    op()
+    sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("name", list(MOST_CALLS))
+def test_a_launch_makes_few_calls(hopper: Hopper, name: str) -> None:
+    o = Operands()
+    found = o.quantize()
+    ops: dict[str, Callable[[], object]] = {
+        "quantize_token": o.quantize, "rms_norm": o.norm, "silu_mul": o.silu, "gemm": lambda: o.multiply(found)
+    }  # fmt: skip
+    assert host_calls(ops[name]) <= MOST_CALLS[name]
+
+
+ON_GPU = {
+    "quantize_token": 2.5,
+    "rms_norm_quantize_token": 3.0,
+    "silu_mul_quantize_token": 2.5,
+    "w4ax_gemm_integer": 2.5,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+def test_an_op_costs_the_host_little_more_than_torch_s_own() -> None:
+    times = host_microseconds()
+    ratios = {name: times[name] / times["torch.add"] for name in ON_GPU}
+    assert all(ratios[name] <= most for name, most in ON_GPU.items()), f"{times}"
