@@ -33,10 +33,12 @@ def dry_run(
     folder: Path,
     device: str,
     dtype: str,
+    then: "Callable[[Path], object]" = lambda packed: None,
     *,
     json: bool,
 ) -> None:
-    """Print what `command` ("calibrate" or "pack") into `folder` will take. `cut`: layers -> model, 0 is all.
+    """Print what `command` ("calibrate" or "pack") into `folder` will take. `cut`: layers -> model, 0 is all; `then`:
+    what follows with the packed folder.
 
     Errors:
         CometError where the run could not be finished: data missing, memory or disk too small.
@@ -47,7 +49,7 @@ def dry_run(
     source = cut(0)
     _, data = calibration_tokens(source, recipe)
     console.talk(f"measuring one and two layers of {source.name}")
-    found = rehearse(cut, recipe, command, device=device, dtype=dtype)
+    found = rehearse(cut, recipe, command, device=device, dtype=dtype, then=then)
     require_disk(folder, found.disk + SPARE_DISK, "the result")
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     config = source.config.get_text_config()

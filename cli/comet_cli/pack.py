@@ -62,7 +62,7 @@ def pack(
     options.set_threads(threads)
     from comet_core.calibration import load_calibration
     from comet_core.pack import pack as pack_model
-    from comet_core.preflight import packing_disk, require_disk
+    from comet_core.preflight import packed_bytes, packing_disk, require_disk
 
     if calibration is not None and recipe is None:
         chosen = load_calibration(calibration).recipe
@@ -72,11 +72,17 @@ def pack(
         from comet_core.integrations.compressed_tensors import check_recipe
 
         check_recipe(chosen, export.beside(folder))
+    from comet_core.integrations.compressed_tensors import export as write
+
+    other = format != "comet"
     if dry_run:
-        predict("pack", calibrate.cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
+        cut = calibrate.cutter(source, model, weights, seed)
+        then = (lambda made: write(made, export.beside(made))) if other else (lambda made: None)
+        predict("pack", cut, chosen, folder, device, dtype, then, json=json)
         return
     there = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
-    require_disk(folder, packing_disk(source, chosen) - there, "the packed model")
+    wanted = packing_disk(source, chosen) + (packed_bytes(source, chosen) if other else 0)  # much the same again
+    require_disk(folder, wanted - there, "the packed model" + (f" and {format} beside it" if other else ""))
     if calibration is None:
         calibration = home / "calibration"
         if reason := why_not(calibration, source, chosen, flags):
@@ -103,9 +109,7 @@ def pack(
             "folder": str(info.folder),
         }
         console.table("Packed", [row])
-    if format != "comet":
-        from comet_core.integrations.compressed_tensors import export as write
-
+    if other:
         export.show(write(info.folder, export.beside(folder)), info.folder, 16, json=json)
     console.talk("next: comet eval --ppl wikitext2")
 

@@ -95,7 +95,17 @@ def test_packing_for_other_programs(folder: Path, monkeypatch: pytest.MonkeyPatc
     form = ("--format", "compressed-tensors")
     refused = CliRunner().invoke(main.app, ["pack", "tiny", "--recipe", "w4a4kv4", *form, "--data", "text.txt", *SMALL])
     assert refused.exit_code == 2 and "stores weights rotated" in refused.stderr and "w4a16" in refused.stderr
+    monkeypatch.setattr("comet_core.preflight.heat_map", lambda found, png: png.touch())  # drawing takes most of it
+    said = json.loads(comet("pack", "tiny", *form, "--data", "text.txt", *SMALL, "--dry-run", "--json")[0])
+    assert not (folder / "runs/tiny-w4a16").exists()
     out, err = comet("pack", "tiny", *form, "--data", "text.txt", *SMALL, "--json")
+    left = [file for file in (folder / "runs/tiny-w4a16").rglob("*") if file.is_file() and file.suffix != ".png"]
+    sizes = {
+        part: sum(file.stat().st_size for file in left if part in file.parts)
+        for part in ("packed", f"packed-{form[1]}")
+    }
+    assert min(sizes.values()) > 80_000, "both are counted"
+    assert said["estimate"]["disk"] == pytest.approx(sum(file.stat().st_size for file in left), rel=0.05)
     packed, exported = map(json.loads, out.splitlines())
     assert (packed["recipe"], exported["kind"]) == ("w4a16", "export")
     assert "which compressed-tensors keeps as it is" in err
