@@ -8,31 +8,28 @@
 // The norm is taken in two steps: all threads together add the residual in the stage and sum the squares of the next
 // token, then each warp scales what it gathers of this one.
 //
-// Which channel a slot holds (slot bits s4..s0, lane bits l1 l0 of the four):
-//   start order:  channel bits 6..0 = l1 l0 (s4 ^ l0) (s3 ^ l1) s2 s1 s0;
-//   end order:    channel bits 6..0 = s3 s4 l0 l1 s2 s1 s0.
-// The Hadamard takes the first and leaves the second: strides 1 to 16 stay inside a lane, those of 32 and 64 exchange
-// half of the registers with a neighbour (compare quantize.cuh). Blocks that are not rotated are read in the end order.
-//
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and
-// OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread; GATHER (1: from whole rows, and always with the norm; 0: channels
-// come in storage order and a cta copies those of its own blocks); SHARE (1; 0: scales are multiples of one a token, see
-// token_scale.cuh and quantize_token.cu; a cta then takes whole tokens).
+// OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread (64: ctas of up to 32 warps); GATHER (1: from whole rows, and
+// always with the norm; 0: channels come in storage order and a cta copies those of its own blocks); SHARE (1; 0: scales
+// are multiples of one a token, see token_scale.cuh and quantize_token.cu; a cta then takes whole tokens).
 // gridDim.y ctas share the blocks of a token. K is a multiple of 8, rows are aligned to 16 bytes.
+#include "comet/four_lanes.cuh"
 #include "comet/pipeline.cuh"
 #include "comet/token_scale.cuh"
 
 using namespace comet;
 
-constexpr int kLanes = 4;                   // that share a block
-constexpr int kBlocks = 32 / kLanes;        // of a warp
-constexpr int kValues = 32;                 // of a lane
 constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
-constexpr int kMostWarps = 16;
+constexpr int kMostWarps = 32;
+constexpr bool kFewRegisters = REGISTERS <= 64;
+constexpr bool kPlaces = GATHER && kFewRegisters; // shared memory, and not registers, knows where gathered channels lie
+constexpr int kParts = kFewRegisters ? 4 : 1;     // a lane's codes are found one part of its values after the other
+constexpr int kPartValues = kValues / kParts;
 constexpr bool kGather = GATHER;
 constexpr uint32_t kNone = 0xFFFF;
 static_assert(FUSE != 1 || STAGES >= 3, "the norm sums the next row, too");
 static_assert((SHARE == 1 || SHARE == 0) && OUT == 1 && (GATHER || FUSE != 1), "see the definitions");
+static_assert(!kFewRegisters || (SHARE == 0 && FUSE != 1), "only there");
 #if SHARE == 0
 using Arguments = TokenParams;
 __device__ __forceinline__ bool has_int4(const Arguments& p, int block) { return block >= p.int8_blocks; }
@@ -71,7 +68,7 @@ __device__ __forceinline__ int share_out(const Arguments& p, uint16_t* table) {
 // The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage;
 // two tokens' ratios (SHARE 0).
 struct Ring {
-  uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
+  uint32_t base, weights, places, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
     first = kGather ? 0 : first_block() * kBlock;
@@ -80,13 +77,16 @@ struct Ring {
     base = shared_address(shared);
     input_bytes = uint32_t(kGather ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
     weights = base + STAGES * kInputs * input_bytes;
-    barriers = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
+    places = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
+    barriers = places + (kPlaces ? blockDim.x * kValues * 2 : 0);
   }
   __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
   __device__ __forceinline__ uint32_t summed(int stage) const { return barriers + 8 * (2 * STAGES + stage); } // FUSE == 1
-  __device__ __forceinline__ uint32_t end() const { return barriers + 24 * STAGES; }
+  __device__ __forceinline__ uint32_t end() const { return barriers + (24 * STAGES + 15) / 16 * 16; }
+  // Of this thread's channels 8 * q on.
+  __device__ __forceinline__ uint32_t places_at(int q) const { return places + (q * blockDim.x + threadIdx.x) * 16; }
   __device__ __forceinline__ void copy(const Params& p, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
     mbarrier_expect(full(stage), inputs * bytes);
@@ -103,7 +103,7 @@ struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
   bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[kGather ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
+  uint32_t at[kGather && !kPlaces ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
   __device__ __forceinline__ Place(const Arguments& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
@@ -140,13 +140,28 @@ struct Place {
         }
       }
       constexpr int kBytes = E::kBytes;
-      at[kGather ? i / 2 : 0] = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
-      at[kGather ? i / 2 + 1 : 0] = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      const uint32_t low = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
+      const uint32_t high = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
+      if constexpr (kPlaces)
+        store_shared_8(ring.places_at(i / 8) + i % 8 * 2, low, high);
+      else
+        at[i / 2] = low, at[i / 2 + 1] = high;
       if (FUSE == 1) store_shared_8(weights_at(ring, i / 8) + i % 8 * 2, w[0] | w[1] << 16, w[2] | w[3] << 16);
     }
   }
-  __device__ __forceinline__ void read(float (&v)[kValues], uint32_t input) const {
-    if constexpr (kGather) {
+  __device__ __forceinline__ void read(const Ring& ring, float (&v)[kValues], uint32_t input) const {
+    if constexpr (kPlaces) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint4 eight = load_shared_16(ring.places_at(q));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t two = part(eight, i);
+          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_plus(two, input)));
+          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
+        }
+      }
+    } else if constexpr (kGather) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
         const uint32_t two = at[kGather ? i / 2 : 0];
@@ -164,48 +179,6 @@ struct Place {
   }
 };
 
-// The stages of `hadamard_blocks`, but for the norm and the signs of `factors`.
-__device__ __forceinline__ void hadamard(float (&v)[kValues], int lane) {
-  const float s0 = lane & 1 ? -1.f : 1.f, s1 = lane & 2 ? -1.f : 1.f;
-#pragma unroll
-  for (int stride = 1; stride <= 4; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (i & stride) continue;
-      const float low = v[i], high = v[i + stride];
-      v[i] = __fadd_rn(low, high);
-      v[i + stride] = __fsub_rn(low, high);
-    }
-  }
-#pragma unroll
-  for (int stride = 8; stride <= 16; stride *= 2) { // a lane with s = -1 holds the pair the other way round
-    const float s = stride == 8 ? s1 : s0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (i & stride) continue;
-      const float a = v[i], b = v[i + stride];
-      v[i] = __fmaf_rn(a, s, b);
-      v[i + stride] = __fmaf_rn(b, -s, a);
-    }
-  }
-#pragma unroll
-  for (int stage = 0; stage < 2; ++stage) { // channel strides 32 and 64
-    const int half = stage == 0 ? 16 : 8;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (i & half) continue;
-      const float mine = v[i], other = __shfl_xor_sync(kWarp, v[i + half], 1 << stage);
-      v[i] = __fadd_rn(mine, other);
-      v[i + half] = __fsub_rn(mine, other);
-    }
-  }
-}
-
-__device__ __forceinline__ float over_lanes(float x) { // the largest of a block's four lanes
-  x = fmaxf(x, __shfl_xor_sync(kWarp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kWarp, x, 2));
-}
-
 // The scale that each of the warp's blocks would choose alone; the values are left rotated, but for norm and signs.
 template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, float (&v)[kValues]) {
   constexpr bool kRotated = HADAMARD && kInt4;
@@ -220,14 +193,18 @@ template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& pla
   return __fmul_rn(largest, kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f));
 }
 
-// Codes of such values: in pairs.
+// Codes of such values, in pairs: those of one part.
 template <bool kInt4>
-__device__ __forceinline__ void codes_of(const Place& place, const float (&v)[kValues], float divisor, uint32_t (&pairs)[kValues / 2]) {
-  float factor[4] = {1.f, 1.f, 1.f, 1.f};
-  if (HADAMARD && kInt4) {
+__device__ __forceinline__ void codes_of(const Place& place, const float (&all)[kValues], int part, float divisor,
+                                         uint32_t (&pairs)[kPartValues / 2]) {
+  float v[kPartValues], factor[4]; // of quarters of the part
 #pragma unroll
-    for (int q = 0; q < 4; ++q)
-      factor[q] = ((q & 2) && (place.lane & 1)) != ((q & 1) && (place.lane & 2)) ? -kHadamardNorm : kHadamardNorm;
+  for (int i = 0; i < kPartValues; ++i) v[i] = all[part * kPartValues + i];
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const int q = (4 * part + quarter) / kParts; // the piece
+    const bool negative = ((q & 2) && (place.lane & 1)) != ((q & 1) && (place.lane & 2));
+    factor[quarter] = HADAMARD && kInt4 ? (negative ? -kHadamardNorm : kHadamardNorm) : 1.f;
   }
   bool certain = false;
   if (kInt4 && __all_sync(kWarp, place.clip >= kQuickClip || !place.exists)) {
@@ -261,8 +238,8 @@ template <bool kInt4>
 __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& place, float (&v)[kValues], int token) {
   const bool mine = place.exists;
   const float ratio = ratio_of<kInt4>(place, v), scale = ratio > 0.f ? ratio : 1.f;
-  uint32_t pairs[kValues / 2];
-  codes_of<kInt4>(place, v, scale, pairs);
+  uint32_t pairs[kPartValues / 2];
+  codes_of<kInt4>(place, v, 0, scale, pairs);
   const Destination at(p, place, token);
   uint32_t total = 0;
 #pragma unroll
@@ -290,7 +267,7 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
   const float ratio = ratio_of<kInt4>(place, v);
   if (place.exists && place.lane == 0) ratios[place.block] = ratio;
   named_sync(1, threads);
-  const TokenScale scales(ratios, p.NB, p.int8_blocks, threadIdx.x % 32);
+  const TokenScale scales(ratios, p.NB, p.int8_blocks, threadIdx.x % 32, !kFewRegisters);
   float divisor = scales.scale;
   uint32_t by = 1;
   const Destination at(p, place, token);
@@ -298,27 +275,30 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
     const float multiple = scales.multiple(ratio);
     divisor = __fmul_rn(divisor, multiple), by = uint32_t(multiple);
   } else {
-    const int e = scales.exponent(ratios[place.block]);
+    const int e = scales.exponent(scales.largest_of(ratios, place.block));
     divisor = __fmul_rn(divisor, __int_as_float((e + 127) << 23));
-    int* const words = p.multiples + at.atom * 8;
     if (place.exists && place.lane == 0) {
+      int* const words = p.multiples + at.atom * 8;
       words[at.row] = exponent_word(scales, ratios, place.block, p.int8_blocks, e);
       if (token == p.M - 1) // tokens that fill the last atom
         for (int row = at.row + 1; row < 8; ++row) words[row] = 0;
     }
   }
-  uint32_t pairs[kValues / 2];
-  codes_of<kInt4>(place, v, divisor, pairs);
   const uint32_t bias = (256 - kBias4 * by) * kTwice; // of (code + bias of pairs) * by; the low bytes are two's complement
 #pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    uint32_t words[2];
+  for (int part = 0; part < kParts; ++part) {
+    uint32_t pairs[kPartValues / 2];
+    codes_of<kInt4>(place, v, part, divisor, pairs);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
-      words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+    for (int q = 0; q < 4 / kParts; ++q) {
+      uint32_t words[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
+        words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+      }
+      if (place.exists) at.store(4 / kParts * part + q, words);
     }
-    if (place.exists) at.store(q, words);
   }
   if (threadIdx.x == 0) {
     p.scale[token] = scales.scale;
@@ -372,7 +352,7 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
     for (int i = 0; i < kValues; ++i) v[i] = 0.f;
     return;
   }
-  place.read(v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
+  place.read(ring, v, __shfl_sync(kWarp, ring.input(stage, 0), 0)); // known to be one value
   if constexpr (FUSE == 1) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], inverse);
@@ -386,7 +366,7 @@ __device__ __forceinline__ void read_values(const Params& p, const Place& place,
     round_all(v);
   } else if constexpr (FUSE == 2) {
     float up[kValues];
-    place.read(up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
+    place.read(ring, up, __shfl_sync(kWarp, ring.input(stage, 1), 0));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = sigmoid_times(v[i]);
     round_all(v);
@@ -408,7 +388,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
 #if SHARE == 0
   float* const first_ratios = reinterpret_cast<float*>(shared + (ring.end() - ring.base));
   float* ratios = first_ratios;
-  const int pitch = max(p.NB, int(blockDim.x) / 8);
+  const int pitch = (max(max(p.NB, int(blockDim.x) / 8), 32) + 3) / 4 * 4;
   // Where the second token's ratios will be: no warp leaves one there before all have read the table.
   uint16_t* const table = reinterpret_cast<uint16_t*>(first_ratios);
 #endif
@@ -437,10 +417,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
   place.find(p, ring);
   wait_for_previous_kernel();
   const int step = gridDim.x, tiles = SHARE == 0 ? p.M : (p.M + 7) / 8 * 8;
-  const unsigned long long policy = l2_evict_first();
   if (threadIdx.x == 0)
     for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
-      ring.copy(p, token, stage, policy);
+      ring.copy(p, token, stage, l2_evict_first());
 
   int stage = 0, parity = 0;
   if (FUSE == 1 && blockIdx.x < p.M) {
@@ -448,7 +427,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
     sum_row(p, ring, 0, blockIdx.x, 32 * warps, partial[0]);
   }
   for (int token = blockIdx.x; token < tiles; token += step) {
-    const bool exists = token < p.M;
+    const bool exists = SHARE == 0 || token < p.M;
     const int after = stage + 1 == STAGES ? 0 : stage + 1;
     if (FUSE == 1 && token + step < p.M) { // before this token takes all registers
       mbarrier_wait(ring.full(after), after ? parity : parity ^ 1);
@@ -472,14 +451,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
     if (threadIdx.x == 0 && token >= step && refill < p.M) {
       const int last = (stage + STAGES - 1) % STAGES;
       mbarrier_wait(ring.empty(last), stage ? parity : parity ^ 1);
-      ring.copy(p, refill, last, policy);
+      ring.copy(p, refill, last, l2_evict_first());
     }
 #if SHARE == 0
-    ratios = ratios == first_ratios ? first_ratios + pitch : first_ratios; // the last token's may still be read
+    const bool second = STAGES == 2 ? stage == 0 : ratios == first_ratios; // the last token's may still be read
+    ratios = second ? first_ratios + pitch : first_ratios;
     if (is_int4)
-      quantize_blocks<true>(p, place, v, token, ratios, 32 * warps);
+      quantize_blocks<true>(p, place, v, token, ratios, 32 * active);
     else
-      quantize_blocks<false>(p, place, v, token, ratios, 32 * warps);
+      quantize_blocks<false>(p, place, v, token, ratios, 32 * active);
 #else
     if (is_int4)
       quantize_blocks<true>(p, place, v, token);

@@ -26,6 +26,8 @@ FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel
 DIRECT_WARPS = range(4, 9)  # without a gather
 STAGES = {"none": 4, "rms_norm": 3, "silu_mul": 3}  # rows in shared memory
 REGISTERS = 96  # a thread
+WIDE_WARPS, WIDE_STAGES, WIDE_REGISTERS = 32, 2, 64  # quantize_token's rows of more than MOST_WARPS warps
+MOST_BLOCKS, EIGHTS = 128, (8, 16, 32)  # of other rows: INT8 blocks at most, whose scales every thread adds
 SM_REGISTERS = 65536
 BARRIER_BYTES = 24  # a stage
 
@@ -38,17 +40,33 @@ class ManyPlan:
     splits: int  # ctas that share a token's blocks
     tokens: int  # that are under way at once
     shared_bytes: int
+    wide: bool = False  # few registers a thread
 
 
 def many_defines(
-    dtype: torch.dtype, hadamard: bool, fuse: str, share: int = 1, gathered: bool = False
+    dtype: torch.dtype,
+    hadamard: bool,
+    fuse: str,
+    share: int = 1,
+    gathered: bool = False,
+    int8_blocks: int = 0,
+    wide: bool = False,
 ) -> dict[str, int | str]:
-    """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`."""
-    return {
+    """The preprocessor definitions of quantize_many.cu; arguments as for `plan_many`.
+
+    Args:
+        int8_blocks: of share TOKEN. wide: as in `ManyPlan`.
+    """
+    defines: dict[str, int | str] = {
         "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "SHARE": share,
-        "GATHER": int(gathered or fuse == "rms_norm"),
-        "FUSE": FUSES.index(fuse), "HADAMARD": int(hadamard), "STAGES": STAGES[fuse], "REGISTERS": REGISTERS,
+        "GATHER": int(gathered or fuse == "rms_norm"), "FUSE": FUSES.index(fuse), "HADAMARD": int(hadamard),
+        "STAGES": WIDE_STAGES if wide else STAGES[fuse], "REGISTERS": WIDE_REGISTERS if wide else REGISTERS,
     }  # fmt: skip
+    possible = EIGHTS if hadamard else EIGHTS[:-1]  # the last spills where no block is rotated
+    eights = next((most for most in possible if int8_blocks <= most), None)
+    if share == TOKEN and not wide and eights is not None:
+        defines |= {"MOST_BLOCKS": MOST_BLOCKS, "MOST_EIGHTS": eights}
+    return defines
 
 
 def plan_many(
@@ -61,12 +79,14 @@ def plan_many(
     gathered: bool,
     sms: int,
     shared_limit: int,
+    hadamard: bool = True,
 ) -> ManyPlan | None:
     """The plan for x [rows, channels] whose rows are aligned to 16 bytes, or None: another kernel takes it.
 
     Args:
         fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
         share: 1, or TOKEN: a token's scales are multiples of one, for which a cta takes whole tokens.
+        hadamard: INT4 blocks are rotated.
     """
     norm, token = fuse == "rms_norm", share == TOKEN
     whole = norm or token
@@ -75,30 +95,46 @@ def plan_many(
         return None
     blocks = num_blocks(channels)
     needed = -(-blocks // BLOCKS)  # warps a token
-    if (gathered and not whole) or (whole and needed >= MOST_WARPS):
+    wide = token and needed >= MOST_WARPS
+    if wide and (norm or spills_where_wide(dtype, hadamard, fuse, gathered)):
+        return None
+    if (gathered and not whole) or (whole and needed >= (WIDE_WARPS if wide else MOST_WARPS)):
         return None
     warps = needed if whole else min(DIRECT_WARPS, key=lambda count: (-needed % count, count))
     splits = -(-needed // warps)
     held = blocks if norm or gathered else BLOCKS * warps
     warps += 1
     extra = 2 * BLOCKS * BLOCK * needed if norm else 0  # bytes, of the norm's weights
-    extra += 2 * 4 * max(blocks, 4 * warps) if token else 0  # of two tokens' ratios, or which warp has which block
-    shared_bytes = STAGES[fuse] * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra
-    ctas = min(SM_REGISTERS // REGISTERS // (32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[share]))
+    extra += 2 * 32 * 32 * warps if wide and gathered else 0  # of where each thread's 32 channels lie
+    # of two tokens' ratios, or which warp has which block, and to align them
+    extra += 2 * 16 * -(-max(blocks, 4 * warps, EIGHTS[-1]) // 4) + 8 if token else 0
+    stages, registers = (WIDE_STAGES, WIDE_REGISTERS) if wide else (STAGES[fuse], REGISTERS)
+    shared_bytes = stages * (held * BLOCK * 2 * (1 if fuse == "none" else 2) + BARRIER_BYTES) + extra
+    ctas = min(SM_REGISTERS // registers // (32 * warps), (shared_limit + 1024) // (shared_bytes + BESIDE[share]))
     if ctas < (FEWEST_CTAS if norm else 1):
         return None
-    return ManyPlan(warps, splits, max(1, min(-(-rows // 8) * 8, sms * ctas // splits)), shared_bytes)
+    return ManyPlan(warps, splits, max(1, min(-(-rows // 8) * 8, sms * ctas // splits)), shared_bytes, wide)
+
+
+def spills_where_wide(dtype: torch.dtype, hadamard: bool, fuse: str, gathered: bool) -> bool:
+    """Whether WIDE_REGISTERS do not hold what a thread keeps, as the compiler of CUDA 13.0 says."""
+    return not hadamard or (dtype is torch.float16 and fuse == "none" and not gathered)
 
 
 def configurations(family: str) -> list[Configuration]:
     """Every way that quantize_many.cu is compiled on a GPU family."""
     if family != "sm_90":
         return []
+    more = EIGHTS[-1] + 1
+    shares = [(1, False, 0, False)]  # share, gathered, INT8 blocks, wide
+    shares += [(TOKEN, gathered, eights, False) for gathered in (False, True) for eights in (*EIGHTS, more)]
+    shares += [(TOKEN, gathered, more, True) for gathered in (False, True)]
     return [
-        Configuration(SOURCE, many_defines(dtype, hadamard, fuse, share, gathered), OPTIONS)
+        Configuration(SOURCE, many_defines(dtype, hadamard, fuse, share, gathered, eights, wide), OPTIONS)
         for fuse in FUSES
-        for share, gathered in ((1, False), (TOKEN, False), (TOKEN, True))
-        if fuse != "rms_norm" or not gathered
+        for share, gathered, eights, wide in shares
+        if fuse != "rms_norm" or not (gathered or wide)
         for dtype in ELEMENTS
         for hadamard in (False, True)
+        if not (wide and spills_where_wide(dtype, hadamard, fuse, gathered))
     ]

@@ -96,7 +96,7 @@ struct WarpBlocks {
       step = __fmul_rn(scales.scale, multiple);
       by = uint32_t(multiple);
     } else {
-      const int e = scales.exponent(ratios[block]);
+      const int e = scales.exponent(scales.largest_of(ratios, block));
       step = __fmul_rn(scales.scale, __int_as_float((e + 127) << 23));
 #if OUT == 1
       int* const words = p.multiples + atom * 8;

@@ -3,7 +3,8 @@
 In: x [M, K], or what a fused norm or SiLU makes x from. Out: codes in which INT4 blocks hold code * multiple, the
 multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums stay integers over all of K.
 
-Few tokens go to quantize_token.cu (its plan is in quantize_token_plan.py), many to quantize_many.cu, where ctas stay.
+On sm_90 few tokens go to quantize_row.cu and many to quantize_many.cu, where ctas stay; their plans are beside them.
+The rest, and all on other GPUs, goes to quantize_token.cu (its plan is in quantize_token_plan.py).
 """
 
 import functools
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_many
+from comet_cuda import quantize_many, quantize_row
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors
@@ -45,7 +46,15 @@ _FLOAT, _INT = torch.float32, torch.int32
 
 
 def _bind(
-    device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, aligned: int, gathered: bool
+    device: int,
+    rows: int,
+    channels: int,
+    dtype: torch.dtype,
+    hadamard: bool,
+    fuse: str,
+    aligned: int,
+    gathered: bool,
+    int8_blocks: int,
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
@@ -66,9 +75,14 @@ def _bind(
         return kernel.load(device).bind(ctas, WARP * warps, WORDS, shared_bytes, overlap)
 
     if hopper and aligned == 0:
-        many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
+        row = quantize_row.plan_row(rows, channels, hadamard, fuse, gathered, int8_blocks, sms, limit)
+        if row is not None:
+            defines = row.defines(dtype, hadamard, fuse, gathered)
+            bound = bind(quantize_row.SOURCE, defines, (row.tokens, 1), row.warps, row.shared_bytes)
+            return bound, gathered or fuse == "rms_norm"
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit, hadamard)
         if many is not None:
-            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered)
+            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, int8_blocks, many.wide)
             bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
     vector = channels % 4 == 0 and aligned % 8 == 0
@@ -110,7 +124,7 @@ def _bound(
         results.append(((rows, channels) if summed else (0,), dtype))
     bound, gather = (lambda *_: None), False  # without tokens
     if rows > 0:
-        bound, gather = _bind(device, rows, channels, dtype, hadamard, fuse, aligned, gathered)
+        bound, gather = _bind(device, rows, channels, dtype, hadamard, fuse, aligned, gathered, int8_blocks)
     first, second = struct.unpack("<2Q", _SIZES.pack(rows, channels, blocks, eps))
     return Call(bound, gather, blocks, EmptyTensors(*results), (first, second))
 

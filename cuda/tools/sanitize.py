@@ -9,7 +9,6 @@ by tool, kernel and step; a tool that ran out of time or found results wrong say
 """
 
 import argparse
-import importlib
 import os
 import re
 import shutil
@@ -98,15 +97,9 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
                         lambda m=m, k=k, form=form, gathered=gathered: step(m, k, form, gathered),  # type: ignore[misc]
                     )
 
-    yield from all_of("", ((1, 584), (17, 577), (64, 584), (520, 584)))
-    try:
-        row: Any = importlib.import_module("comet_cuda.quantize_row")
-    except ModuleNotFoundError:
-        return
-    if hasattr(row, "ROW") and not row.ROW:  # a kernel that nothing takes by itself
-        row.ROW = True
-        token._bound.cache_clear()
-        yield from all_of(" by row", ((1, 584), (17, 584), (64, 584)))
+    yield from all_of("", ((1, 584), (17, 577), (64, 584), (200, 584), (520, 584)))
+    for form in ("none", "silu_mul"):  # rows that a cta takes one after the other
+        yield f"quantize, 140 x 8840, {form}", lambda form=form: step(140, 8840, form, False)  # type: ignore[misc]
 
 
 def run_child() -> None:

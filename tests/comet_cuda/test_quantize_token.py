@@ -1,13 +1,14 @@
 """One scale a token (quantize_token.*): the contract, what the launcher refuses, and the kernel run on the CPU."""
 
 import ctypes
+import itertools
 import struct
 
 import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_many, quantize_token, quantize_token_plan
+from comet_cuda import quantize_act_cuda, quantize_many, quantize_row, quantize_token, quantize_token_plan
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token_plan import plan_plain, plan_token
@@ -157,27 +158,35 @@ BUILT = {
 }
 
 
-def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1, **norm) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
-    """What the kernel leaves; norm: residual, weight and eps. The sum of x and residual goes into `residual`."""
+def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1, **how) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
+    """What the kernel leaves; the sum of x and residual goes into `residual`.
+
+    how: residual, weight and eps of the norm; row: quantize_row.cu, which must be able to take it.
+    """
     perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     gathered = perm is not None
     plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, 1)
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     shared_bytes = plan.shared_bytes
-    many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, 227 * 1024)
+    many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, LIMIT, hadamard)
+    few = quantize_row.plan_row(rows, channels, hadamard, fuse, gathered, eights, sms, LIMIT)
+    assert few is not None or not how.get("row")
     if many is not None:
-        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered)
+        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, eights, many.wide)
         threads, ctas, entry, shared_bytes = 32 * many.warps, 2, "quantize_many", many.shared_bytes
+    elif few is not None and how.get("row"):
+        defines = few.defines(x.dtype, hadamard, fuse, gathered)
+        threads, ctas, entry, shared_bytes = 32 * few.warps, few.tokens, "quantize_row", few.used
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
     perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
-    residual = norm.get("residual")
-    given = [x, residual, residual, norm.get("weight"), perm, None, clip, out[0], out[2], out[1]]
+    residual = how.get("residual")
+    given = [x, residual, residual, how.get("weight"), perm, None, clip, out[0], out[2], out[1]]
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
-    sizes = rows, channels, len(clip), norm.get("eps", 0.0)
+    sizes = rows, channels, len(clip), how.get("eps", 0.0)
     params = struct.pack("<9Q3ifQi4x", *addresses[:9], *sizes, addresses[9], eights)
     assert len(params) == 8 * quantize_token.WORDS
     library = build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"})
@@ -186,6 +195,9 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     if residual is not None:
         residual.copy_(held[2])
     return held[7], held[9], held[8]
+
+
+LIMIT = 227 * 1024  # bytes of shared memory that a cta may have
 
 
 @pytest.fixture
@@ -210,6 +222,61 @@ def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: i
             assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
 
 
+# The last one takes its tokens in a loop, where there is no gather.
+ROWS = [(9, 1408, 132), (2, 584, 132), (5, 8712, 2)]
+
+
+@emulation
+@pytest.mark.parametrize(("rows", "channels", "sms"), ROWS)
+def test_the_kernel_for_few_tokens_equals_the_reference(build, rows: int, channels: int, sms: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for i, mix in enumerate(MIXES):
+        for gathered in (True, False):
+            if channels > 8000 and (gathered or mix in ("half", "int8")):  # not that kernel's
+                continue
+            how = {"gathered": gathered, "hadamard": i != 2 or channels > 8000}
+            x, arguments = problem(rows, channels, torch.bfloat16, mix, **how)
+            got = emulate(build, x, arguments, sms=sms, row=True)
+            assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
+
+
+@emulation
+def test_fused_forms_for_few_tokens_equal_the_reference(build) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    fused_equal(build, 9, 1152, gathered=False, sms=132, row=True)
+    x, arguments = problem(5, 8712, torch.float16, "mixed", gathered=False, hadamard=True)
+    gate_up = exact_silu(x.clamp(-900, 900))
+    got = emulate(build, gate_up, arguments, "silu_mul", sms=2, row=True)  # in a loop
+    assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), 5, arguments[1])
+
+
+def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
+    for rows, channels, fuse in itertools.product(
+        (1, 33, 34, 132, 133, 256, 264, 265, 400, 511), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
+    ):
+        gathered = fuse == "none" and channels % 3 != 0
+        eights = round(0.16 * num_blocks(channels))
+        plan = quantize_row.plan_row(rows, channels, True, fuse, gathered, eights, 132, LIMIT)
+        wide, whole = channels == 14336, gathered or fuse == "rms_norm"
+        if wide and ((whole and rows > 132) or (not whole and rows <= 33)):
+            assert plan is None
+            continue
+        assert plan is not None and plan.warps >= num_blocks(channels) / 4 and plan.eights >= eights
+        assert plan.defines(torch.float16, True, fuse, gathered) in ROW_FORMS
+        fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
+        assert fit == plan.ctas == min(-(-rows // 132), 1 if wide else 2 if channels == 8192 else 3)
+        assert plan.used <= plan.shared_bytes and plan.loop == (wide and rows > 132)
+        assert plan.tokens == (min(rows, 132) if plan.loop else rows)
+        assert plan.ctas * 32 * plan.warps <= 2048
+    for refused in (
+        (512, 4096, True, "none", True, 5), (1, 4100, True, "none", True, 5), (1, 15888, True, "none", True, 5),
+        (1, 4096, True, "none", True, 33), (133, 14336, False, "silu_mul", False, 5),
+        (1, 4096, True, "silu_mul", True, 5),
+    ):  # fmt: skip
+        assert quantize_row.plan_row(*refused, 132, LIMIT) is None
+
+
+ROW_FORMS = [dict(one.defines) for one in quantize_row.configurations("sm_90")]
+
+
 @emulation
 @pytest.mark.usefixtures("any_number_is_many")
 @pytest.mark.parametrize(
@@ -224,16 +291,37 @@ def test_the_kernel_for_many_tokens_equals_the_reference(build, rows: int, chann
         assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
 
 
-def fused_equal(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
-    """Fused forms where their arithmetic is exact, whatever its order."""
-    for mix in ("mixed", "half"):
-        x, arguments = problem(rows, channels, torch.float16, mix, gathered=mix == "mixed", hadamard=True)
+@emulation
+@pytest.mark.usefixtures("any_number_is_many")
+@pytest.mark.parametrize(("rows", "channels"), [(7, 2888), pytest.param(5, 15496, marks=pytest.mark.slow)])
+def test_wide_rows_of_many_tokens_equal_the_reference(  # type: ignore[no-untyped-def]
+    build,  # noqa: F811
+    rows: int,
+    channels: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantize_many, "MOST_WARPS", min(quantize_many.MOST_WARPS, num_blocks(channels) // 8))
+    for mix in MIXES:
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=mix in ("mixed", "int8"), hadamard=True)
+        got = emulate(build, x, arguments)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
         gate_up = exact_silu(x.clamp(-900, 900))
         got = emulate(build, gate_up, arguments, "silu_mul")
+        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
+    assert quantize_many.plan_many(rows, channels, x.dtype, "none", "sm_90", 0, True, 1, LIMIT).wide
+
+
+def fused_equal(build, rows: int, channels: int, gathered: bool = True, **how) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    """Fused forms where their arithmetic is exact, whatever its order."""
+    for mix in ("mixed", "half"):
+        how_x = {"gathered": gathered and mix == "mixed", "hadamard": True}
+        x, arguments = problem(rows, channels, torch.float16, mix, **how_x)
+        gate_up = exact_silu(x.clamp(-900, 900))
+        got = emulate(build, gate_up, arguments, "silu_mul", **how)
         assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1])
         y, residual, weight = exact_norm(rows, channels, torch.float16)
         *wanted, summed = rms_norm_quantize_token_ref(y, residual, weight, 0.0, *arguments)
-        got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight)
+        got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight, **how)
         assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
         assert torch.equal(residual, summed)
         assert wanted[0].unique().numel() > 100

@@ -27,10 +27,12 @@ pytestmark = [
 SHAPES = [
     (1, 4096), (2, 576), (3, 130), (7, 1), (8, 579), (9, 8192), (17, 11008), (33, 4096), (64, 28672), (129, 640),
     (600, 4096), (1000, 8192), (531, 576), (300, 14336), (3, 40000), (2, MOST_CHANNELS), (257, 1023),
+    (200, 4096), (400, 8192), (520, 28672),
 ]  # fmt: skip
-
-
-FUSED_SHAPES = [(1, 4096), (5, 576), (33, 579), (600, 2048), (64, 14336), (2, 40000), (1030, 4096)]
+FUSED_SHAPES = [
+    (1, 4096), (5, 576), (33, 579), (600, 2048), (64, 14336), (2, 40000), (1030, 4096), (200, 4096), (300, 8192),
+    (300, 14336), (520, 28672),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -54,9 +56,7 @@ def test_the_reference_is_the_same_on_both_devices() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("rows", "channels"), [(1, 4096), (5, 576), (33, 579), (600, 2048), (64, 14336), (2, 40000), (1030, 4096)]
-)
+@pytest.mark.parametrize(("rows", "channels"), FUSED_SHAPES)
 def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(
     rows: int, channels: int, dtype: torch.dtype
 ) -> None:

@@ -9,6 +9,12 @@
 
 #include "comet/quantize_scale.cuh"
 
+// Two ways to the sum over INT8 blocks: exchanges between lanes, or, where MOST_BLOCKS says how many blocks there may be
+// and MOST_EIGHTS (8, 16, 32) how many INT8 blocks, every thread alone.
+#ifndef MOST_BLOCKS
+#define MOST_BLOCKS 0
+#endif
+
 namespace comet {
 
 struct TokenParams : Params {
@@ -51,12 +57,54 @@ template <int kWidth> __device__ __forceinline__ float sum_of_groups(float* rati
   return sum;
 }
 
+// The same sum, found by every thread alone from up to kMost INT8 blocks: exchanges between lanes would be waited for one
+// after the other. `ratios` stay; `largest` becomes the maximum of each group and all after it.
+constexpr int kGroups = 6; // of 32 blocks
+__device__ __forceinline__ constexpr int group_of(int b) { return b < 1 ? 0 : b < 3 ? 1 : b < 7 ? 2 : b < 15 ? 3 : b < 31 ? 4 : 5; }
+// The butterfly's sum over blocks b, b + d, b + 2 * d, ...
+template <int kMost, int b, int d> __device__ __forceinline__ float exchanged_sum(const uint32_t (&largest)[kGroups], int eights) {
+  if constexpr (d < kMost)
+    return __fadd_rn(exchanged_sum<kMost, b, 2 * d>(largest, eights), exchanged_sum<kMost, b + d, 2 * d>(largest, eights));
+  return b < eights ? __uint_as_float(largest[group_of(b)]) : 0.f;
+}
+template <int kMost> __device__ __forceinline__ float sum_by_thread(const float* ratios, int eights, uint32_t (&largest)[kGroups]) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) largest[group] = 0;
+#pragma unroll
+  for (int first = 0; first < kMost; first += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(ratios + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int b = first + i;
+      uint32_t& most = largest[group_of(b)];
+      most = max(most, b < eights ? part(four, i) : 0u);
+    }
+  }
+#pragma unroll
+  for (int group = kGroups - 2; group >= 0; --group) largest[group] = max(largest[group], largest[group + 1]);
+  return exchanged_sum<kMost, 0, 1>(largest, eights);
+}
+
 struct TokenScale {
   float scale, reciprocal;
+#if MOST_BLOCKS
+  uint32_t largest[kGroups]; // in place of the maxima over the ratios
+#endif
 
   // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps. `two_forms`: a
   // short one for few INT8 blocks beside the general one, which costs registers.
   __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane, bool two_forms = true) {
+#if MOST_BLOCKS
+    uint32_t top = 0; // of INT4 blocks; non-negative floats are ordered as integers
+#pragma unroll
+    for (int first = 0; first < MOST_BLOCKS; first += 32) {
+      const int b = first + lane;
+      top = max(top, b >= eights && b < blocks ? __float_as_uint(ratios[b]) : 0u);
+    }
+    top = __reduce_max_sync(kWarp, top);
+    const float sum = sum_by_thread<MOST_EIGHTS>(ratios, eights, largest);
+    const float first = __uint_as_float(largest[0]); // of the INT8 blocks' maxima
+#else
     uint32_t top = 0, most = 0; // of INT4 and INT8 blocks; non-negative floats are ordered as integers
     for (int b = lane; b < blocks; b += 32) {
       const uint32_t ratio = __float_as_uint(ratios[b]);
@@ -72,9 +120,12 @@ struct TokenScale {
       sum = two_forms && eights <= 8 ? sum_of_groups<8>(ratios, eights, lane) : sum_of_groups<32>(ratios, eights, lane);
       __syncwarp(); // the maxima that this warp reads are there
     }
+#endif
     float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
     if (first > least) { // at most 250 times, as the sum holds it: the first group's ratio becomes a power of two
-      const int steps = max((__float_as_int(__fdiv_rn(first, least)) >> 23) - 127, 0);
+      // The exponent of first / least, without the division: the quotient of two mantissas never rounds up to 1. Where
+      // least is subnormal this may be another number, and the scale becomes kTiny either way.
+      const int steps = __float_as_int(first) - __float_as_int(least) >> 23;
       least = fmaxf(least, __fmul_rn(first, __int_as_float((127 - steps) << 23)));
     }
     const float rounded_up = __uint_as_float((__float_as_uint(least) + kDroppedBits) & ~kDroppedBits);
@@ -90,6 +141,17 @@ struct TokenScale {
   __device__ __forceinline__ float multiple(float ratio) const {
     return fmaxf(__fsub_rn(__fadd_rn(fminf(over(ratio), kMostOfInt4), kRound), kRound), 1.f);
   }
+  // What INT8 block b counts as: the maximum of its group and all after it.
+  __device__ __forceinline__ float largest_of(const float* ratios, int b) const {
+#if MOST_BLOCKS
+    uint32_t found = largest[0];
+#pragma unroll
+    for (int group = 1; group < kGroups; ++group) found = b + 1 >= 1 << group ? largest[group] : found;
+    return __uint_as_float(found);
+#else
+    return ratios[b];
+#endif
+  }
   // An INT8 block's multiple is 2^e.
   __device__ __forceinline__ int exponent(float largest) const {
     return min(max((__float_as_int(over(largest)) + 0x7FFFFF >> 23) - 127, 0), 31);
@@ -98,7 +160,7 @@ struct TokenScale {
 
 // What the GEMM reads of INT8 block b: e, and by how much that of the next INT8 block is less (the INT4 blocks have 0).
 __device__ __forceinline__ int exponent_word(const TokenScale& token, const float* ratios, int b, int eights, int e) {
-  return e | (e - (b + 1 < eights ? token.exponent(ratios[b + 1]) : 0)) << 8;
+  return e | (e - (b + 1 < eights ? token.exponent(token.largest_of(ratios, b + 1)) : 0)) << 8;
 }
 
 } // namespace comet
