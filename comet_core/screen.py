@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +59,8 @@ class Setting:
     recipes: tuple[Recipe, ...]  # all variants
 
 
-def variants(file: Path) -> list[Recipe]:
-    """The recipes of an ablation file: `base: NAME` and `variants: {name: {section: {key: value}}}`.
+def variants(file: Path) -> dict[str, Recipe]:
+    """The recipes of an ablation file by variant: `base: NAME` and `variants: {name: {section: {key: value}}}`.
 
     Errors:
         CometError for a file that cannot be read, an unknown key or a value out of range, naming the variant.
@@ -74,13 +74,13 @@ def variants(file: Path) -> list[Recipe]:
         raise CometError(
             f"{file}: is no ablation file ({' '.join(str(error).split())})", "it holds `base` and `variants`"
         ) from None
-    found = []
+    found = {}
     for name, change in changes.items():
         try:
             own = {"recipe": base} | (change or {})
             plain = recipe_to_dict(load_recipe(own.pop("recipe")))
             label = f"{plain['name']}+{name}" if own or plain["name"] == base else plain["name"]
-            found.append(recipe_from_dict(_changed(plain, own) | {"name": label}))
+            found[str(name)] = recipe_from_dict(_changed(plain, own) | {"name": label})
         except CometError as error:
             raise CometError(f"{file}: {name}: {error.message}", error.hint) from None
     return found
@@ -252,11 +252,14 @@ def run(recipes: Sequence[Recipe], setting: Setting, jobs: int, seconds: float) 
     return failed + len(waiting)
 
 
-def _chosen(recipes: Sequence[Recipe], only: str | None) -> Iterator[Recipe]:
-    names = only.split(",") if only else None
-    for recipe in recipes:
-        if names is None or recipe.name in names or recipe.name.partition("+")[2] in names:
-            yield recipe
+def _chosen(recipes: dict[str, Recipe], only: str | None) -> list[Recipe]:
+    """All variants, or those called by their name in the file or by their recipe's, in the order of the file."""
+    if only is None:
+        return list(recipes.values())
+    names = set(only.split(","))
+    for name in sorted(names - recipes.keys() - {recipe.name for recipe in recipes.values()}):
+        print(f"warning: no variant is called {name}; there are {', '.join(recipes)}", file=sys.stderr)
+    return [recipe for name, recipe in recipes.items() if {name, recipe.name} & names]
 
 
 def main(arguments: list[str]) -> int:

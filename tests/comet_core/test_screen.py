@@ -7,7 +7,7 @@ import pytest
 
 from comet_core.recipe import digest
 from comet_core.results import read
-from comet_core.screen import main, variants
+from comet_core.screen import _chosen, main, variants
 from comet_cuda.errors import CometError
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -15,14 +15,14 @@ ABLATIONS = RESULTS / "ablations.yaml"
 
 
 def test_the_shipped_ablations_differ_from_each_other_and_from_the_base() -> None:
-    recipes = variants(ABLATIONS)
+    recipes = variants(ABLATIONS).values()
     assert len(recipes) > 20
     assert all(recipe.name.startswith("w4a4kv4+") for recipe in recipes)
     assert len({digest(recipe) for recipe in recipes}) == len(recipes)
 
 
 def test_baselines_bear_the_names_of_their_recipes_and_share_one_cache() -> None:
-    recipes = {recipe.name: recipe for recipe in variants(RESULTS / "baselines.yaml")}
+    recipes = {recipe.name: recipe for recipe in variants(RESULTS / "baselines.yaml").values()}
     assert {"w4a4kv4", "w4a4kv4-tuned", "fmpq-paper", "atom", "quarot", "qoq-g128"} <= recipes.keys()
     ours = recipes["w4a4kv4"].kv_cache
     assert all(recipes[name].kv_cache == ours for name in ("fmpq-paper+our-kv", "atom", "quarot", "qoq-g128"))
@@ -43,6 +43,14 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(CometError) as caught:
         variants(tmp_path / "wrong.yaml")
     assert named in caught.value.message
+
+
+def test_variants_are_called_by_both_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = variants(RESULTS / "baselines.yaml")
+    assert [recipe.name for recipe in _chosen(recipes, "qoq-g128,fmpq,our-kv")] == [
+        "fmpq-paper", "fmpq-paper+our-kv", "qoq-g128"]  # fmt: skip
+    assert _chosen(recipes, "qoq,nobody") == [recipes["qoq"]]
+    assert "no variant is called nobody" in capsys.readouterr().err
 
 
 def test_variants_are_measured_once(tiny: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
