@@ -24,7 +24,8 @@ from tests.comet_cuda.test_driver import Driver
 from tests.comet_cuda.test_quantize_act_emulated import aligned
 
 TOKENS, CHANNELS, ROWS, BLOCKS, EIGHTS = 9, 640, 192, 5, 2
-SIZES = {"quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": 128}  # bytes of the kernels' parameter
+# Bytes of the kernels' parameter.
+SIZES = {"quantize_row": 104, "quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": 128}
 FOLDER = str(Path(__file__).parent)
 MOST_CALLS = {"quantize_token": 25, "rms_norm": 37, "silu_mul": 25, "gemm": 27}  # of Python and C functions
 CACHES = (
