@@ -71,9 +71,17 @@ def preload_once_for_all() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
+def time_left(limit: float) -> float:
+    """`limit` seconds, or fewer if BENCH_VLLM_SECONDS end earlier."""
+    return min(limit, START + float(os.environ.get("BENCH_VLLM_SECONDS", "inf")) - time.perf_counter())
+
+
 def in_a_fork(name: str, limit: float, work: Callable[[], Any]) -> Any:
     """What `work` returns, from a process of its own; None if it fails or takes longer than `limit` seconds."""
     begin = time.perf_counter()
+    if limit <= 0:
+        say(name, "is not started: no time is left")
+        return None
     answer = Path(tempfile.mkdtemp()) / "answer.json"
     sys.stdout.flush()
     child = os.fork()
@@ -107,6 +115,7 @@ def in_a_fork(name: str, limit: float, work: Callable[[], Any]) -> Any:
 def wait_for_memory(seconds: float = 15) -> None:
     """Until the GPUs that this process sees are empty again (the driver frees a killed process's memory late)."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query += [f"--id={seen}"] if (seen := os.environ.get("CUDA_VISIBLE_DEVICES")) else []  # others may be in use
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         try:

@@ -1,5 +1,6 @@
 """What cuda/tools/bench_vllm.py stands on, without vLLM: forks with limits, shape-only folders, its command line."""
 
+import http.server
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 
 import bench_vllm
 import vllm_forks
+import vllm_perplexity
+import vllm_serve
 from vllm_shapes import shape_only
 
 
@@ -81,9 +84,63 @@ def test_perplexities_are_compared_with_their_standard_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"tokens": torch.zeros(2, 3, dtype=torch.int64)}, tmp_path / "t")
-    monkeypatch.setattr(bench_vllm, "by_comet", lambda args: [1.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(bench_vllm, "by_vllm", lambda args: [1.1, 2.0, 3.0, 4.3])  # +0.05 and +0.15 a token
-    monkeypatch.setattr(bench_vllm, "record_perplexity", lambda *given: None)
-    bench_vllm.perplexity(bench_vllm.parse(["perplexity", "no folder", str(tmp_path / "t")]))
+    scores = {"auto": [1.0, 2.0, 3.0, 4.0], "float16": [1.0, 2.0, 3.0, 4.4]}
+    monkeypatch.setattr(vllm_perplexity, "by_comet", lambda args, dtype, eager: scores[dtype])
+    monkeypatch.setattr(
+        vllm_perplexity,
+        "by_vllm",
+        lambda args, dtype: [1.1, 2.0, 3.0, 4.3],  # +0.05 and +0.15 a token
+    )
+    kept = []
+    monkeypatch.setattr(vllm_perplexity, "record_perplexity", lambda args, way, value, beside: kept.append(beside))
+    monkeypatch.setattr(vllm_perplexity, "in_a_fork", lambda name, limit, work: work())
+    job = bench_vllm.parse(["perplexity", "no folder", str(tmp_path / "t"), "--also", "comet:float16,vllm:float16"])
+    vllm_perplexity.perplexity(job)
     said = capfd.readouterr().out
-    assert "+10.517%, standard error 5.000%; log-probabilities 0.1000 apart" in said
+    assert "comet 12.1825" in said
+    assert "vllm 13.4637: +10.517%, standard error 5.000%; log-probabilities 0.1000 apart" in said
+    assert "comet:float16 13.4637: +10.517%, standard error 10.000%; log-probabilities 0.1000 apart" in said
+    assert "vllm:float16 over comet:float16: {'perplexity': 13.46" in said
+    assert set(kept[0]) == {"vllm", "comet:float16", "vllm:float16"} and kept[0] == kept[1]
+
+
+def test_nothing_is_started_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert vllm_forks.time_left(7) == 7
+    monkeypatch.setenv("BENCH_VLLM_SECONDS", "0")
+    assert vllm_forks.in_a_fork("late", vllm_forks.time_left(7), fail) is None
+    said = capfd.readouterr()
+    assert "late is not started" in said.out and "Traceback" not in said.err
+
+
+def test_a_server_is_asked_once_and_must_say_something(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`command` is a server of our own here: ready after a while, then one answer."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def reply(self, content: object) -> None:
+            text = json.dumps(content).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_GET(self) -> None:
+            self.reply({})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            text = "" if asked["prompt"] == "silence" else f" {asked['model']}"
+            self.reply({"choices": [{"text": text}], "usage": {"completion_tokens": asked["max_tokens"]}})
+
+    def command(packed: str, port: int, options: object) -> None:
+        time.sleep(0.3)
+        http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+
+    monkeypatch.setattr(vllm_serve, "command", command)
+    monkeypatch.setattr(vllm_serve, "by_comet", lambda args: "as comet says")
+    vllm_serve.serve(bench_vllm.parse(["serve", "folder", "--limit", "30"]))
+    assert "'The capital of France is' -> ' folder'" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="not 24 tokens of text"):
+        vllm_serve.serve(bench_vllm.parse(["serve", "folder", "--limit", "30", "--prompt", "silence"]))
