@@ -160,7 +160,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     one = jobs.add_parser("perplexity", parents=[shared])
     one.add_argument("packed")
     one.add_argument("tokens")
-    one.add_argument("--cache", choices=["", "ownkv4"], default="", help="16-bit KV cache, or COMET's")
+    one.add_argument("--cache", choices=["", "kv4", "ownkv4"], default="", help="16 bit, vLLM's 4-bit kind, COMET's")
     one.add_argument("--dtype", default="auto", help="what both compute in: bfloat16 on a GPU, else float32")
     one.add_argument("--also", type=lambda text: text.split(","), default=[], help="vllm:float16, comet:eager, ...")
     one.add_argument("--memory", type=float, default=0.3, help="share of the GPU's memory that vLLM may take")

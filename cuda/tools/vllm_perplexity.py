@@ -18,6 +18,7 @@ from vllm_forks import in_a_fork, say, time_left
 from vllm_shapes import kernels_of
 
 WAYS = ("comet", "vllm")
+KEPT = {"": "16-bit", "kv4": "vLLM's int4_per_token_head", "ownkv4": "COMET's 4-bit pages"}  # what --cache names
 
 
 def perplexity(args: argparse.Namespace) -> None:
@@ -83,7 +84,7 @@ def read_tokens(file: str) -> tuple[Any, dict[str, str]]:
 
 
 def by_comet(args: argparse.Namespace, dtype: str, eager: bool) -> list[float]:
-    """Negative log-likelihood of each token but a window's first, as `comet eval` takes them (--kv16 without a cache).
+    """Negative log-likelihood of each token but a window's first, as `comet eval` does (without `ownkv4`: --kv16).
 
     Args:
         eager: attention by torch's single operations, in another order than sdpa's kernels.
@@ -96,7 +97,7 @@ def by_comet(args: argparse.Namespace, dtype: str, eager: bool) -> list[float]:
     tokens, _ = read_tokens(args.tokens)
     device = "cpu" if on_cpu() else "cuda"
     loaded = load_packed(Path(args.packed), device=device, dtype=getattr(torch, dtype_name(dtype)))
-    if not args.cache or eager:
+    if args.cache != "ownkv4" or eager:
         loaded.model.set_attn_implementation("eager" if eager else "sdpa")  # type: ignore[operator]  # no 4-bit KV cache
     nll: list[float] = []
     with torch.no_grad():
@@ -132,12 +133,13 @@ def record_perplexity(args: argparse.Namespace, way: str, value: float, beside: 
     from comet_core.results import append
 
     (tokens, about), manifest = read_tokens(args.tokens), read_manifest(Path(args.packed))
+    cache = args.cache if way == "vllm" or args.cache == "ownkv4" else ""
     protocol = {
         **about,
         "windows": f"first {len(tokens)} of {tokens.shape[1]} tokens, not overlapping",
-        "kv": "COMET's 4-bit pages" if args.cache else "16-bit",
+        "kv": KEPT[cache],
         "dtype": dtype_name(args.dtype),
-        "engine": engine_name(args) if way == "vllm" else "comet",
+        "engine": engine_name(args) + ", its own 4-bit cache" * (cache == "kv4") if way == "vllm" else "comet",
         "gpus": gpus(args) if way == "vllm" else "1",
         "tokens_scored": tokens[:, 1:].numel(),
         "calibration": "{name}, {samples} x {seq_len} tokens, seed {seed}".format(**manifest.data),
@@ -148,9 +150,10 @@ def record_perplexity(args: argparse.Namespace, way: str, value: float, beside: 
         },
     }
     record = {
-        "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name, "task": "wikitext2",
+        "kind": "eval", "model": manifest.model["name"], "recipe": manifest.recipe.name,
+        "task": about.get("data", "unknown text").split()[0],
         "metric": "perplexity", "value": value, "windows": len(tokens), "seq_len": tokens.shape[1],
-        "kv_quantized": bool(args.cache), "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
+        "kv_quantized": bool(cache), "int4_mac_fraction": manifest.int4_mac_fraction, "protocol": protocol,
         "provenance": provenance(recipe_digest=manifest.recipe_digest, device="cpu" if on_cpu() else "cuda"),
     }  # fmt: skip
     append(Path(args.record), record)

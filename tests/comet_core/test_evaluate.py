@@ -1,10 +1,13 @@
 """Perplexity, KL and agreement: sums over exactly the tokens that the protocol names."""
 
+import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from comet_core.evaluate import Scores, evaluate_perplexity, plan_perplexity, score_windows
 from comet_core.packed import load_packed
@@ -98,3 +101,21 @@ def test_a_packed_model_is_also_measured_with_a_16_bit_cache(tiny: Any) -> None:
     assert packed["value"] != pytest.approx(plain["value"], rel=1e-6)
     assert (packed["kv_quantized"], plain["kv_quantized"]) == (True, False)
     assert plain["protocol"]["kv"] == "16-bit" and plain["recipe"] == packed["recipe"]
+
+
+@pytest.mark.parametrize("cache", ["", "ownkv4"])
+def test_the_comparison_with_vllm_scores_the_same(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "cuda" / "tools"))
+    import vllm_perplexity
+
+    how: Any = {"data": str(tiny.source.folder / "text.txt"), "windows": 2, "seq_len": 300, "compare": False}
+    tokens = plan_perplexity(str(tiny.packed), **how, progress=SilentProgress()).tokens
+    save_file({"tokens": tokens}, tmp_path / "tokens")
+    monkeypatch.setattr(vllm_perplexity, "on_cpu", lambda: True)
+    job = argparse.Namespace(packed=str(tiny.packed), tokens=str(tmp_path / "tokens"), cache=cache)
+    scores = vllm_perplexity.by_comet(job, "float32", eager=False)
+    how |= {"device": "cpu", "dtype": "float32", "kv16": not cache, "progress": SilentProgress()}
+    (expected,) = evaluate_perplexity(tiny.packed, **how)
+    assert math.exp(sum(scores) / len(scores)) == pytest.approx(expected["value"], rel=1e-5)
