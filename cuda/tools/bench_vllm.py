@@ -1,11 +1,11 @@
 """vLLM with COMET's plugin: perplexity of a packed folder beside comet's own, and throughput of schemes side by side.
 
-usage: bench_vllm.py perplexity PACKED TOKENS.safetensors [options]   vllm_perplexity.py
+usage: bench_vllm.py perplexity PACKED TEXT [options]     TEXT: wikitext2, ...; vllm_perplexity.py
        bench_vllm.py serve PACKED [options]               vllm_serve.py
        bench_vllm.py throughput ALIAS [options]           random weights; several jobs follow each other after --
 
-TOKENS holds int64 `tokens` [windows, length]; its metadata says of what text. A scheme is weights and activations, then
-perhaps a KV cache: bf16, fp8, w4a16 (the format of `comet export`, by the kernel that vLLM prefers), w4a16-marlin,
+TEXT may be a safetensors file of int64 `tokens` [windows, length]. A scheme is weights and activations, then perhaps
+a KV cache: bf16, fp8, w4a16 (the format of `comet export`, by the kernel that vLLM prefers), w4a16-marlin,
 comet, comet-free (scales that are any numbers); +kv4 and +kv8 are vLLM's own 4-bit and 8-bit caches, the same for
 every scheme; +ownkv4 is COMET's.
 
@@ -159,7 +159,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     shared.add_argument("--compile", action="store_true", help="vLLM's own torch.compile and CUDA graph settings")
     one = jobs.add_parser("perplexity", parents=[shared])
     one.add_argument("packed")
-    one.add_argument("tokens")
+    one.add_argument("tokens", help="a file of windows, or a text by the name that `comet eval --ppl` takes")
+    one.add_argument("--windows", type=int, help="of a text; all if not given")
+    one.add_argument("--seq-len", type=int, default=2048, help="tokens a window of a text")
     one.add_argument("--cache", choices=["", "kv4", "ownkv4"], default="", help="16 bit, vLLM's 4-bit kind, COMET's")
     one.add_argument("--dtype", default="auto", help="what both compute in: bfloat16 on a GPU, else float32")
     one.add_argument("--also", type=lambda text: text.split(","), default=[], help="vllm:float16, comet:eager, ...")

@@ -30,7 +30,7 @@ def perplexity(args: argparse.Namespace) -> None:
             found[way] = scores
     if missing := [way for way in WAYS if way not in found]:
         raise SystemExit(f"no comparison: {missing} gave nothing")
-    width = read_tokens(args.tokens)[0].shape[1] - 1  # tokens scored in a window
+    width = read_tokens(args)[0].shape[1] - 1  # tokens scored in a window
     beside = {way: compare(found["comet"], scores, width) for way, scores in found.items() if way != "comet"}
     say(f"comet {math.exp(statistics.fmean(found['comet'])):.4f}")
     for way, about in beside.items():
@@ -75,12 +75,22 @@ def dtype_name(asked: str) -> str:
     return asked if asked != "auto" else "float32" if on_cpu() else "bfloat16"
 
 
-def read_tokens(file: str) -> tuple[Any, dict[str, str]]:
-    """Tokens, int64 [windows, length], and what the file says of them."""
+def read_tokens(args: argparse.Namespace) -> tuple[Any, dict[str, str]]:
+    """Tokens, int64 [windows, length], and what is known of them: of a file, or of a text as `comet eval` cuts it."""
     from safetensors import safe_open
 
-    with safe_open(file, "pt") as opened:
-        return opened.get_tensor("tokens"), opened.metadata() or {}
+    if args.tokens.endswith(".safetensors"):
+        with safe_open(args.tokens, "pt") as opened:
+            return opened.get_tensor("tokens"), opened.metadata() or {}
+    from transformers import AutoTokenizer
+
+    from comet_core.corpus import load_corpus, perplexity_windows
+
+    corpus = load_corpus(args.tokens, role="perplexity")
+    tokens = perplexity_windows(
+        corpus, AutoTokenizer.from_pretrained(args.packed), seq_len=args.seq_len, windows=args.windows
+    )
+    return tokens, {"data": f"{corpus.name} {corpus.split}", "data_sha256": corpus.sha256}
 
 
 def by_comet(args: argparse.Namespace, dtype: str, eager: bool) -> list[float]:
@@ -94,7 +104,7 @@ def by_comet(args: argparse.Namespace, dtype: str, eager: bool) -> list[float]:
     from comet_core.packed import load_packed
     from comet_core.scores import final_hidden, log_probabilities
 
-    tokens, _ = read_tokens(args.tokens)
+    tokens, _ = read_tokens(args)
     device = "cpu" if on_cpu() else "cuda"
     loaded = load_packed(Path(args.packed), device=device, dtype=getattr(torch, dtype_name(dtype)))
     if args.cache != "ownkv4" or eager:
@@ -111,7 +121,7 @@ def by_vllm(args: argparse.Namespace, dtype: str) -> list[float]:
     """The same by vLLM."""
     from vllm import SamplingParams
 
-    tokens, _ = read_tokens(args.tokens)
+    tokens, _ = read_tokens(args)
     options: dict[str, Any] = {} if on_cpu() else {"gpu_memory_utilization": args.memory}
     options |= CACHES[args.cache]
     length = tokens.shape[1] + 8
@@ -132,7 +142,7 @@ def record_perplexity(args: argparse.Namespace, way: str, value: float, beside: 
     from comet_core.provenance import provenance
     from comet_core.results import append
 
-    (tokens, about), manifest = read_tokens(args.tokens), read_manifest(Path(args.packed))
+    (tokens, about), manifest = read_tokens(args), read_manifest(Path(args.packed))
     cache = args.cache if way == "vllm" or args.cache == "ownkv4" else ""
     protocol = {
         **about,

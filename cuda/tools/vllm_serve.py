@@ -34,7 +34,8 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     begin = time.perf_counter()
-    if os.fork() == 0:
+    server = os.fork()
+    if server == 0:
         command(args.packed, port, CACHES[args.cache])
         os._exit(0)
     address = f"http://127.0.0.1:{port}"
@@ -42,7 +43,9 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
         try:
             urllib.request.urlopen(f"{address}/health", timeout=2)
             break
-        except OSError:
+        except OSError as error:
+            if os.waitpid(server, os.WNOHANG)[0]:
+                raise RuntimeError("the server has ended") from error
             time.sleep(0.2)
     ready = time.perf_counter() - begin
     body = {"model": args.packed, "prompt": args.prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}

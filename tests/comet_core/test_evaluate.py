@@ -112,9 +112,11 @@ def test_the_comparison_with_vllm_scores_the_same(
 
     how: Any = {"data": str(tiny.source.folder / "text.txt"), "windows": 2, "seq_len": 300, "compare": False}
     tokens = plan_perplexity(str(tiny.packed), **how, progress=SilentProgress()).tokens
-    save_file({"tokens": tokens}, tmp_path / "tokens")
+    save_file({"tokens": tokens}, tmp_path / "tokens.safetensors", metadata={"data": "a text"})
     monkeypatch.setattr(vllm_perplexity, "on_cpu", lambda: True)
-    job = argparse.Namespace(packed=str(tiny.packed), tokens=str(tmp_path / "tokens"), cache=cache)
+    text = argparse.Namespace(packed=str(tiny.packed), tokens=how["data"], windows=2, seq_len=300)
+    assert torch.equal(vllm_perplexity.read_tokens(text)[0], tokens)
+    job = argparse.Namespace(packed=str(tiny.packed), tokens=str(tmp_path / "tokens.safetensors"), cache=cache)
     scores = vllm_perplexity.by_comet(job, "float32", eager=False)
     how |= {"device": "cpu", "dtype": "float32", "kv16": not cache, "progress": SilentProgress()}
     (expected,) = evaluate_perplexity(tiny.packed, **how)

@@ -83,7 +83,7 @@ def test_the_command_line() -> None:
 def test_perplexities_are_compared_with_their_standard_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    save_file({"tokens": torch.zeros(2, 3, dtype=torch.int64)}, tmp_path / "t")
+    save_file({"tokens": torch.zeros(2, 3, dtype=torch.int64)}, tmp_path / "t.safetensors")
     scores = {"auto": [1.0, 2.0, 3.0, 4.0], "float16": [1.0, 2.0, 3.0, 4.4]}
     monkeypatch.setattr(vllm_perplexity, "by_comet", lambda args, dtype, eager: scores[dtype])
     monkeypatch.setattr(
@@ -94,7 +94,8 @@ def test_perplexities_are_compared_with_their_standard_error(
     kept = []
     monkeypatch.setattr(vllm_perplexity, "record_perplexity", lambda args, way, value, beside: kept.append(beside))
     monkeypatch.setattr(vllm_perplexity, "in_a_fork", lambda name, limit, work: work())
-    job = bench_vllm.parse(["perplexity", "no folder", str(tmp_path / "t"), "--also", "comet:float16,vllm:float16"])
+    words = ["perplexity", "no folder", str(tmp_path / "t.safetensors"), "--also", "comet:float16,vllm:float16"]
+    job = bench_vllm.parse(words)
     vllm_perplexity.perplexity(job)
     said = capfd.readouterr().out
     assert "comet 12.1825" in said
@@ -135,6 +136,8 @@ def test_a_server_is_asked_once_and_must_say_something(
             self.reply({"choices": [{"text": text}], "usage": {"completion_tokens": asked["max_tokens"]}})
 
     def command(packed: str, port: int, options: object) -> None:
+        if packed == "broken":
+            raise ValueError("no such folder")
         time.sleep(0.3)
         http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 
@@ -144,3 +147,6 @@ def test_a_server_is_asked_once_and_must_say_something(
     assert "'The capital of France is' -> ' folder'" in capfd.readouterr().out
     with pytest.raises(SystemExit, match="not 24 tokens of text"):
         vllm_serve.serve(bench_vllm.parse(["serve", "folder", "--limit", "30", "--prompt", "silence"]))
+    with pytest.raises(SystemExit, match="the server did not answer"):
+        vllm_serve.serve(bench_vllm.parse(["serve", "broken", "--limit", "30"]))
+    assert "the server has ended" in capfd.readouterr().err
