@@ -1,4 +1,5 @@
-"""What `comet bench --batch N` measures: the model's linears as kernels, then serving end to end, each as a table."""
+"""What `comet bench --batch N` measures: the model's linears and decode attention as kernels, then serving end to end,
+each as a table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from comet_cli.dry_run import show
 from comet_cuda.errors import CometError
 
 if TYPE_CHECKING:
+    from comet_core.llama_shape import LlamaShape
     from comet_core.serving_scheme import Scheme
 
 
@@ -40,7 +42,9 @@ def measure(
         if json:
             console.data_json(one)
 
-    kernels(model, [size for size in batches if isinstance(size, int)], keep, json=json)
+    numbers = [size for size in batches if isinstance(size, int)]
+    kernels(model, numbers, keep, json=json)
+    attention(model, numbers, loads, keep, json=json)
     serving = []
     for one in bench_serving(model, names, batches, loads, layers=layers, parts_at=batches, on_skip=console.talk):  # type: ignore[arg-type]
         serving.append(one)
@@ -86,16 +90,9 @@ def check(
     """
     import torch
 
-    from comet_core.llama_shape import shape_of_config
-    from comet_core.model_source import resolve_model
-    from comet_core.packed import is_packed, packed_config
     from comet_core.serving_scheme import plan_serving
 
-    if is_packed(Path(model)):
-        shape = shape_of_config(model, packed_config(Path(model)))
-    else:
-        source = resolve_model(model, weights="random", layers=layers)
-        shape = shape_of_config(source.name, source.config)
+    shape = model_shape(model, layers)
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     plans = plan_serving(shape, schemes_of(scheme), batches, loads, free)
     rows = [
@@ -137,6 +134,42 @@ def kernels(model: str, batches: Sequence[int], keep: Any, *, json: bool) -> Non
         keep(one)
     if not json and records:
         console.table("GEMM over bf16 cuBLAS, cold weights", summarize(records))
+
+
+def attention(model: str, batches: Sequence[int], loads: Sequence[tuple[int, int]], keep: Any, *, json: bool) -> None:
+    """Decode attention with the model's heads over the loads' contexts, where the GPU kernels take them."""
+    import torch
+
+    from comet_core.bench_attention import PAGE, bench_attention, row_of
+    from comet_cuda.kv4_append_cuda import HEAD_DIMS
+
+    shape = model_shape(model, None)
+    if shape.head_dim not in HEAD_DIMS:
+        console.talk(f"attention: heads of {shape.head_dim} channels have no 4-bit kernel, so only serving is measured")
+        return
+    contexts = sorted({max(2 * PAGE, prompt + output) for prompt, output in loads})
+    rows = []
+    for batch in batches:
+        try:
+            for one in bench_attention([(shape.heads, shape.kv_heads, shape.head_dim)], [batch], contexts):
+                keep(one)
+                rows.append(row_of(one))
+        except torch.OutOfMemoryError:
+            console.talk(f"attention, batch {batch}: its keys and values in 4 and in 16 bit do not fit at once")
+    if not json and rows:
+        console.table("Decode attention over the 4-bit cache, beside the best one in 16 bit", rows)
+
+
+def model_shape(model: str, layers: int | None) -> "LlamaShape":
+    """Sizes of a packed folder or of any model, from its configuration alone."""
+    from comet_core.llama_shape import shape_of_config
+    from comet_core.model_source import resolve_model
+    from comet_core.packed import is_packed, packed_config
+
+    if is_packed(Path(model)):
+        return shape_of_config(model, packed_config(Path(model)))
+    source = resolve_model(model, weights="random", layers=layers)
+    return shape_of_config(source.name, source.config)
 
 
 def rows_of(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

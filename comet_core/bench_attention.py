@@ -1,6 +1,6 @@
 """Time decode attention over the 4-bit cache against the best bf16 attention, and write one record a case.
 
-    python cuda/tools/bench_attention.py --out results/measured/attention_h200.jsonl
+    python -m comet_core.bench_attention --out results/measured/attention_h200.jsonl
 
 One token of each sequence: kv4_append, then kv4_decode. Sequences are ragged, between half the context and all of it,
 and each ends in the middle of a page. The cache is cold (several sets of sequences are walked in turn where one would
@@ -10,30 +10,25 @@ baseline holds as many tokens, spread evenly, contiguous, and appends nothing: t
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
 
+from comet_core.provenance import provenance
+from comet_core.results import Record, append
 from comet_cuda.kv4_append import KV4Pages, allocate_pages
 from comet_cuda.kv4_append_cuda import kv4_append_gpu
 from comet_cuda.kv4_decode import kv4_decode, kv4_decode_ref
 from comet_cuda.kv4_layout import untile_pages
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 
-PAGE, DIM, SEED = 128, 128, 0
+PAGE, SEED = 128, 0
 BANDWIDTH = 4.3e12  # bytes a second that a large copy moves on an H200
 HEADS = [(32, 32), (32, 8)]  # q, kv
 BATCHES, CONTEXTS = [16, 64, 256], [4096, 16384]
@@ -51,18 +46,20 @@ class Case:
     context: int
     q_heads: int
     kv_heads: int
+    dim: int = 128  # of a head
 
     def __post_init__(self) -> None:
+        dim = self.dim
         self.length = torch.randint(self.context // 2 // PAGE, self.context // PAGE, (self.batch,)) * PAGE + PAGE // 2
         self.tokens = int(self.length.sum())
         pages = self.context // PAGE
         full = int((self.length // PAGE).sum()) * self.kv_heads
-        page_bytes = PAGE * DIM + 4 * (PAGE + DIM)
-        open_bytes = PAGE // 2 * (2 * DIM + DIM // 2 + 4)
+        page_bytes = PAGE * dim + 4 * (PAGE + dim)
+        open_bytes = PAGE // 2 * (2 * dim + dim // 2 + 4)
         self.bytes = full * page_bytes + self.batch * self.kv_heads * open_bytes
         sets = copies_for_cold_l2(self.bytes) if self.bytes < LARGE else 1
         pool = sets * self.batch * pages
-        self.cache = allocate_pages(pool, sets * self.batch, self.kv_heads, DIM, PAGE, 0, torch.bfloat16, "cuda")
+        self.cache = allocate_pages(pool, sets * self.batch, self.kv_heads, dim, PAGE, 0, torch.bfloat16, "cuda")
         for codes in (self.cache.k_codes, self.cache.v_codes):
             codes.random_(0, 256)
         for scale in (self.cache.k_scale, self.cache.v_scale):
@@ -74,12 +71,12 @@ class Case:
         self.slots = list(torch.arange(sets * self.batch).int().cuda().view(sets, -1))
         self.length = self.length.int().cuda()
         self.position = self.length - 1
-        self.q = torch.randn(self.batch, self.q_heads, DIM, device="cuda").bfloat16()
-        self.k, self.v = (torch.randn(self.batch, self.kv_heads, DIM, device="cuda").bfloat16() for _ in range(2))
+        self.q = torch.randn(self.batch, self.q_heads, dim, device="cuda").bfloat16()
+        self.k, self.v = (torch.randn(self.batch, self.kv_heads, dim, device="cuda").bfloat16() for _ in range(2))
 
     def step(self, slot: Tensor) -> Tensor:
         kv4_append_gpu(self.k, self.v, slot, self.position, self.table, *self.cache.tensors, max_new=1)
-        return kv4_decode(self.q, slot, self.length, self.table, self.cache, DIM**-0.5, max_length=self.context)
+        return kv4_decode(self.q, slot, self.length, self.table, self.cache, self.dim**-0.5, max_length=self.context)
 
     def steps(self) -> list[Callable[[], Tensor]]:
         """`step` of each set of sequences."""
@@ -100,7 +97,7 @@ class Case:
                 self.length[row : row + 1],
                 torch.arange(len(pages))[None],
                 untile_pages(some),
-                DIM**-0.5,
+                self.dim**-0.5,
             )
             assert bool(torch.isfinite(got[row]).all())
             newest = some.k_open[0, :, (int(self.length[row]) - 1) % PAGE]
@@ -147,8 +144,8 @@ def candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
 def best_baseline(case: Case) -> dict[str, float]:
     """Microseconds of each bf16 attention over as many tokens as the case has."""
     length = round(case.tokens / case.batch)
-    size = 4 * case.batch * case.kv_heads * length * DIM
-    shape = (case.batch, case.kv_heads, length, DIM)
+    size = 4 * case.batch * case.kv_heads * length * case.dim
+    shape = (case.batch, case.kv_heads, length, case.dim)
     sets = [
         tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         for _ in range(copies_for_cold_l2(size) if size < LARGE else 1)
@@ -172,13 +169,7 @@ def best_baseline(case: Case) -> dict[str, float]:
     return times
 
 
-def output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def record_of(
-    case: Case, us: float, times: dict[str, float], error: float, provenance: dict[str, Any]
-) -> dict[str, Any]:
+def record_of(case: Case, us: float, times: dict[str, float], error: float, where: dict[str, Any]) -> Record:
     name = min(times, key=lambda one: times[one])
     major, minor = torch.cuda.get_device_capability()
     return {
@@ -189,43 +180,60 @@ def record_of(
         "baseline_us": round(times[name], 3), "speedup": round(times[name] / us, 4),
         "bound_fraction": round(1e6 * case.bytes / BANDWIDTH / us, 4), "bytes": case.bytes, "batch": case.batch,
         "context": case.context, "tokens": case.tokens, "q_heads": case.q_heads, "kv_heads": case.kv_heads,
-        "head_dim": DIM, "relative_error": round(error, 6),
+        "head_dim": case.dim, "relative_error": round(error, 6),
         "others_us": {key: round(value, 3) for key, value in times.items()},
-        "provenance": provenance | {"utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")},
+        "provenance": where,
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="records are appended to this file")
-    parser.add_argument("--git-sha", default="", help="commit of the code, where there is no git")
-    args = parser.parse_args()
-    torch.manual_seed(SEED)
-    provenance = {
-        "command": f"python cuda/tools/bench_attention.py --out {args.out.name}",
-        "git_sha": args.git_sha or os.environ.get("COMET_GIT_SHA") or output_of("git", "rev-parse", "HEAD"),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "seed": SEED,
-    }
-    ratios = []
-    for (q_heads, kv_heads), batch, context in itertools.product(HEADS, BATCHES, CONTEXTS):
-        case = Case(batch, context, q_heads, kv_heads)
+def bench_attention(
+    heads: Sequence[tuple[int, int, int]],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    *,
+    command: str | None = None,
+) -> Iterator[Record]:
+    """Records of every case, one by one as they are measured.
+
+    Args:
+        heads: (q heads, kv heads, head dimension). contexts: at least two pages of 128 tokens each.
+        command: what was typed, for the records.
+    """
+    for (q_heads, kv_heads, dim), batch, context in itertools.product(heads, batches, contexts):
+        torch.manual_seed(SEED)
+        case = Case(batch, context, q_heads, kv_heads, dim)
         error = case.check()
         us = median_microseconds(case.steps(), replays=5)
-        times = best_baseline(case)
-        record = record_of(case, us, times, error, provenance)
-        with args.out.open("a") as out:
-            out.write(json.dumps(record) + "\n")
-        ratios.append(record["speedup"])
-        print(
-            f"{q_heads}/{kv_heads} batch {batch:3} context {context:5}: {us:8.1f} us {case.bytes / us / 1e6:4.2f} TB/s,"
-            f" {record['baseline']} {record['baseline_us']:8.1f} us, x{record['speedup']:.2f}, error {error:.1e}",
-            flush=True,
-        )
+        yield record_of(case, us, best_baseline(case), error, provenance(command, seed=SEED, device="cuda"))
         del case
         torch.cuda.empty_cache()
+
+
+def row_of(record: Record) -> dict[str, str]:
+    """A record as a table row."""
+    return {
+        "q/kv heads": f"{record['q_heads']}/{record['kv_heads']}",
+        "batch": str(record["batch"]),
+        "context": f"{record['context']:,}",
+        "4 bit, us": f"{record['median_us']:.1f}",
+        "TB/s": f"{record['bytes'] / record['median_us'] / 1e6:.2f}",
+        "16 bit, us": f"{record['baseline_us']:.1f}",
+        "over 16 bit": f"{record['speedup']:.2f}",
+        "baseline": record["baseline"],
+    }
+
+
+def main() -> None:
+    """Measure, print and record the twelve cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="records are appended to this file")
+    args = parser.parse_args()
+    ratios = []
+    command = f"python -m comet_core.bench_attention --out {args.out.name}"
+    for record in bench_attention([(*heads, 128) for heads in HEADS], BATCHES, CONTEXTS, command=command):
+        append(args.out, record)
+        ratios.append(record["speedup"])
+        print(", ".join(f"{key} {value}" for key, value in row_of(record).items()), flush=True)
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(f"geometric mean {mean:.3f}, smallest {min(ratios):.3f}")
 
