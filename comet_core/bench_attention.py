@@ -133,7 +133,7 @@ def candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor
         if heads != q_heads:
             found[f"sdpa {name}, enable_gqa"] = with_backend(backend, q[:, :, None], True)
     try:
-        from flash_attn import flash_attn_with_kvcache
+        from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
         found["flash_attn"] = lambda: flash_attn_with_kvcache(q[:, None], k.transpose(1, 2), v.transpose(1, 2))
     except ImportError:

@@ -237,9 +237,9 @@ def run(given: argparse.Namespace) -> Iterator[Record]:
         for length in map(int, given.passkey.split(",")):
             prompts = passkey_prompts(subject.tokenizer, ids, length, given.depths, given.seeds)
             for kv_bits in (16, 4):
-                found = passkeys_found(model, subject.tokenizer, prompts, kv_bits)
-                by_depth = [sum(found[depth :: given.depths]) / given.seeds for depth in range(given.depths)]
-                value = {"found": sum(found) / len(found)}
+                right = passkeys_found(model, subject.tokenizer, prompts, kv_bits)
+                by_depth = [sum(right[depth :: given.depths]) / given.seeds for depth in range(given.depths)]
+                value = {"found": sum(right) / len(right)}
                 yield from records(value, len(prompts), length, task="passkey", kv_bits=kv_bits, by_depth=by_depth)
 
 

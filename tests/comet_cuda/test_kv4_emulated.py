@@ -200,7 +200,7 @@ def test_rope() -> None:
 
 @pytest.mark.parametrize(("heads", "q_heads", "sinks"), [(5, 10, 0), (5, 5, 3), (1, 7, 3)])
 def test_rope_append_shares_out_every_head(heads: int, q_heads: int, sinks: int) -> None:
-    """Heads that leave warps and page ctas half empty; tokens that complete a page, stand inside one, are sinks or pad."""
+    """Heads that leave warps and page ctas half empty; tokens that complete a page, are inside one, sinks, padding."""
     torch.manual_seed(0)
     dim, page, rows = 64, 32, 4
     caches = [allocate_pages(2 * rows, rows, heads, dim, page, sinks, torch.bfloat16, "cpu") for _ in range(2)]
