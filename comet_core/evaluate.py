@@ -273,7 +273,7 @@ def plan_perplexity(
 
 def windows_a_step(device: str, seq_len: int) -> int:
     """How many windows go through a model at once."""
-    return max(1, TOKENS_A_STEP.get(device, TOKENS_A_STEP["cpu"]) // seq_len)
+    return max(1, TOKENS_A_STEP.get(device.partition(":")[0], TOKENS_A_STEP["cpu"]) // seq_len)
 
 
 def _unseen(corpus: Corpus, subject: Subject, progress: Progress) -> Corpus:

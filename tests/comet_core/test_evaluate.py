@@ -44,6 +44,19 @@ def test_scores_equal_the_models_own_loss() -> None:
 
 
 @torch.no_grad()
+def test_windows_score_the_same_alone_and_together(tiny: Any) -> None:
+    """4-bit activations and a 4-bit cache included: a batch must not reach into a window's scales or pages."""
+    model = load_packed(tiny.packed, dtype=torch.float32).model
+    tokens = torch.randint(0, 257, (4, 150), generator=torch.Generator().manual_seed(1))
+    alone, together = Scores(), Scores()
+    for window in tokens.split(1):
+        score_windows(model, None, window, alone)
+    score_windows(model, None, tokens, together)
+    assert together.tokens == alone.tokens == 4 * 149
+    assert together.nll == pytest.approx(alone.nll, rel=1e-6)
+
+
+@torch.no_grad()
 def test_divergence_is_zero_from_itself_and_positive_from_another() -> None:
     model, other = model_of(), model_of()
     tokens = torch.randint(0, 97, (2, 30))
