@@ -48,14 +48,15 @@ class W4AxLinear(nn.Module):
             self.register_buffer(name, tensors.get(name))
         self.act_bits = int(self.block_bits.max())  # 16: weight-only
         self._prepared: PreparedLinear | None = None
+        self._added: Tensor | None = None  # the bias as the prepared linear adds it: float32
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self._prepared = None  # it belongs to the device that the tensors leave
+        self._prepared = self._added = None  # they belong to the device that the tensors leave
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_prepared": None}  # a copy may go to another device
+        return self.__dict__ | {"_prepared": None, "_added": None}  # a copy may go to another device
 
     @property
     def inputs(self) -> ActivationFormat:
@@ -66,19 +67,20 @@ class W4AxLinear(nn.Module):
         """The layer in the layout of the GPU that it is on (made once)."""
         if self._prepared is None:
             self._prepared = prepare_linear(self.qweight, self.w_scale, self.w_zero, self.inputs)
+            self._added = None if self.bias is None else self.bias.float()
         return self._prepared
 
     def forward(self, x: Tensor) -> Tensor:
         """x: float [..., K] -> the same type [..., N]."""
-        rows = x.reshape(-1, self.in_features)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if self.act_bits == 16:
             y = self._weight_only(rows)
-        elif rows.is_cuda and has_kernel(self):
-            y = self.prepared()(rows, self.bias)
+        elif rows.is_cuda and (self._prepared is not None or has_kernel(self)):
+            y = self.prepared()(rows, self._added)
         else:
             qx, sx = self._quantize(rows)
             y = w4ax_gemm(qx, sx, self.qweight, self.w_scale, self.w_zero, self.block_bits, self.bias, x.dtype)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_act(rows, self.perm, self.block_bits, self.act_clip, self.hadamard, self.share)

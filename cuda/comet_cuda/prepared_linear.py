@@ -2,7 +2,8 @@
 
 In: the canonical tensors of a packed linear, on a GPU. Out: a function of its input. Which layout, which kernel is
 decided once, here, by the compute capability (dispatch.py) and by the scales: integer ones (share TOKEN) have a GEMM of
-their own on sm_90. Everything after is two launches a call.
+their own on sm_90. Everything after is two launches a call (integer_linear.py keeps
+the host's share of them small).
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from comet_cuda.dispatch import device_capability, family_of
+from comet_cuda.integer_linear import check_format, integer_linear
+from comet_cuda.library import is_plain_cuda
 from comet_cuda.quantize_act import TOKEN
 from comet_cuda.quantize_act_cuda import quantize_act_tiled
 from comet_cuda.quantize_fused import rms_norm_quantize, silu_mul_quantize
@@ -38,6 +41,10 @@ class PreparedLinear:
     layout: str  # of activations: "sm_90", "sm_80" or "portable"
     weight: IntegerWeight | TiledWeight | Sm80Weight
     inputs: ActivationFormat
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, IntegerWeight):
+            check_format(self.inputs.perm, self.inputs.clip, self.weight)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, ...]:
         """x: float [M, K] -> what `multiply` reads: codes and meta, or codes, multiples and token_scale."""
@@ -79,6 +86,9 @@ class PreparedLinear:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x: float [M, K] -> the same type [M, N]."""
+        f, weight = self.inputs, self.weight
+        if isinstance(weight, IntegerWeight) and is_plain_cuda(x) and x.dtype is not torch.float32:
+            return integer_linear(x, f.perm, f.clip, f.hadamard, weight, bias)
         return self.multiply(self.quantize(x), x.shape[0], bias, x.dtype)
 
 

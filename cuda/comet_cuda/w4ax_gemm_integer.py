@@ -247,6 +247,12 @@ def check_activations(
         _expect(name, tensor, dtype, shape, weight.device)
 
 
+def float_bias(bias: Tensor, rows: int, device: torch.device) -> Tensor:
+    """float32 [N], which the kernel adds."""
+    _expect("bias", bias, bias.dtype, (rows,), device)
+    return bias.float()
+
+
 def launch(
     x_codes: Tensor,
     multiples: Tensor,
@@ -302,8 +308,7 @@ def launch(
         check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
     bias_at = 0
     if bias is not None:
-        _expect("bias", bias, bias.dtype, (rows,), weight.device)
-        bias = bias.float()
+        bias = float_bias(bias, rows, weight.device)
         bias_at = bias.data_ptr()
     (y,) = call.y.here()
     call.bound(

@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "cuda" / "tools"))
 from host_time import host_microseconds
 
-from comet_cuda import dispatch, driver, jit, quantize_act_cuda, quantize_token, w4ax_gemm_sm90
+from comet_cuda import dispatch, driver, integer_linear, jit, quantize_act_cuda, quantize_token, w4ax_gemm_sm90
 from comet_cuda import w4ax_gemm_integer as gemm
 from tests.comet_cuda.test_driver import Driver
 from tests.comet_cuda.test_quantize_act_emulated import aligned
@@ -27,9 +27,15 @@ TOKENS, CHANNELS, ROWS, BLOCKS, EIGHTS = 9, 640, 192, 5, 2
 # Bytes of the kernels' parameter.
 SIZES = {"quantize_row": 104, "quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": 128}
 FOLDER = str(Path(__file__).parent)
-MOST_CALLS = {"quantize_token": 25, "rms_norm": 37, "silu_mul": 25, "gemm": 27}  # of Python and C functions
+MOST_CALLS = {
+    "quantize_token": 25,
+    "rms_norm": 37,
+    "silu_mul": 25,
+    "gemm": 27,
+    "linear": 30,
+}  # of Python and C functions
 CACHES = (
-    quantize_act_cuda._bound, quantize_token._bound, gemm._call, jit._compile_kernel,
+    quantize_act_cuda._bound, quantize_token._bound, gemm._call, integer_linear._step, jit._compile_kernel,
     dispatch.device_capability, dispatch.device_arch, w4ax_gemm_sm90.sm_count,
 )  # fmt: skip
 
@@ -97,6 +103,9 @@ class Operands:
     def silu(self) -> tuple[Tensor, ...]:
         return quantize_token.silu_mul_quantize_token_gpu(self.gate_up, *self.common)
 
+    def linear(self, bias: Tensor | None = None) -> Tensor:
+        return integer_linear.integer_linear(self.x, self.perm, self.clip, True, self.rows, bias)
+
     def multiply(self, operand: tuple[Tensor, ...], bias: Tensor | None = None) -> Tensor:
         weight = (self.rows.records, self.rows.base, bias, TOKENS, ROWS, EIGHTS, torch.bfloat16)
         return gemm.launch(operand[0], operand[1], operand[2], *weight)
@@ -137,6 +146,27 @@ def test_launchers_write_what_the_kernels_read(hopper: Hopper) -> None:
     plan = gemm.make_plan(gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS), TOKENS, ROWS, BLOCKS, 132)
     assert fields[9:] == (TOKENS, ROWS, 2, 3, *plan.schedule, EIGHTS, 0)
     assert shape[0] == plan.ctas and shape[-1] == 1  # overlaps with the kernel before it
+
+
+def test_a_linear_launches_what_its_two_ops_do(hopper: Hopper) -> None:
+    """The same parameters, but for where results lie: the parts between the launches in one buffer, apart."""
+    o, bias = Operands(), torch.ones(ROWS)
+    y = o.linear(bias)
+    o.multiply(o.quantize(), bias)
+    assert (y.shape, y.dtype) == ((TOKENS, ROWS), torch.bfloat16)
+    (q_shape, q), (m_shape, m), (q_shape_two, q_two), (m_shape_two, m_two) = hopper.launches
+    assert (q_shape, m_shape) == (q_shape_two, m_shape_two)
+    first, second = (struct.unpack("<9Q3ifQi4x", packed) for packed in (q, q_two))
+    codes, scale, multiples = first[7], first[8], first[13]
+    assert {i for i in range(15) if first[i] != second[i]} <= {7, 8, 13}
+    third, fourth = (struct.unpack("<9Q14i", packed) for packed in (m, m_two))
+    assert third[2:5] == (codes, multiples, scale) and third[6] == y.data_ptr()
+    assert {i for i in range(23) if third[i] != fourth[i]} <= {2, 3, 4, 6}
+    assert multiples - codes == BLOCKS * 2 * 1024 and scale - multiples == 512 >= EIGHTS * 2 * 8 * 4
+    with pytest.raises(gemm.CometError, match="x has 639 channels"):
+        integer_linear.integer_linear(o.x[:, 1:], o.perm, o.clip, True, o.rows, None)
+    with pytest.raises(gemm.CometError, match="clip has 4 values"):
+        integer_linear.check_format(o.perm, o.clip[1:], o.rows)
 
 
 def test_wrong_operands_are_named(hopper: Hopper) -> None:
@@ -181,7 +211,8 @@ def test_a_launch_makes_few_calls(hopper: Hopper, name: str) -> None:
     o = Operands()
     found = o.quantize()
     ops: dict[str, Callable[[], object]] = {
-        "quantize_token": o.quantize, "rms_norm": o.norm, "silu_mul": o.silu, "gemm": lambda: o.multiply(found)
+        "quantize_token": o.quantize, "rms_norm": o.norm, "silu_mul": o.silu, "gemm": lambda: o.multiply(found),
+        "linear": o.linear,
     }  # fmt: skip
     assert host_calls(ops[name]) <= MOST_CALLS[name]
 
@@ -191,6 +222,7 @@ ON_GPU = {
     "rms_norm_quantize_token": 3.0,
     "silu_mul_quantize_token": 2.5,
     "w4ax_gemm_integer": 2.5,
+    "PreparedLinear": 3.5,  # two launches
 }
 
 
