@@ -7,6 +7,7 @@ libcuda keeps what reaches it: also the test that launchers write what the kerne
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from host_time import host_microseconds
 
 from comet_cuda import dispatch, driver, integer_linear, jit, quantize_act_cuda, quantize_token, w4ax_gemm_sm90
 from comet_cuda import w4ax_gemm_integer as gemm
+from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
+from comet_cuda.quantize_act import TOKEN
 from tests.comet_cuda.test_driver import Driver
 from tests.comet_cuda.test_quantize_act_emulated import aligned
 
@@ -226,11 +229,58 @@ ON_GPU = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+on_sm90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
 )
+
+
+@pytest.mark.gpu
+@on_sm90
 def test_an_op_costs_the_host_little_more_than_torch_s_own() -> None:
     times = host_microseconds()
     ratios = {name: times[name] / times["torch.add"] for name in ON_GPU}
     assert all(ratios[name] <= most for name, most in ON_GPU.items()), f"{times}"
+
+
+@pytest.mark.gpu
+@on_sm90
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_a_linear_is_its_two_ops_bit_by_bit(tokens: int) -> None:
+    """Also in a graph, under torch.compile, on another stream and from threads at once."""
+    torch.manual_seed(tokens)
+    linear, bias = random_linear(), torch.randn(ROWS, device="cuda")
+    x, other = torch.randn(2, tokens, CHANNELS, device="cuda").bfloat16()
+
+    def by_ops(x: Tensor) -> Tensor:
+        return linear.multiply(linear.quantize(x), tokens, bias, x.dtype)
+
+    want, want_other = by_ops(x), by_ops(other)
+    assert torch.equal(linear(x, bias), want) and not torch.equal(want, want_other)
+    assert torch.equal(linear(x.T.contiguous().T, bias), want)
+    assert torch.equal(torch.compile(lambda x: linear(x, bias), fullgraph=True)(x), want)
+    graph, given = torch.cuda.CUDAGraph(), other.clone()
+    with torch.cuda.graph(graph):
+        y = linear(given, bias)
+    given.copy_(x)
+    graph.replay()
+    assert torch.equal(y, want)
+
+    def repeat(x: Tensor) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [linear(x, bias) for _ in range(200)]
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(repeat, (x, other)))
+    assert all(torch.equal(one, want) for one in both[0]) and all(torch.equal(one, want_other) for one in both[1])
+
+
+def random_linear() -> PreparedLinear:
+    codes = torch.randint(0, 256, (ROWS, CHANNELS // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.full((ROWS, BLOCKS), 2.0**-9, dtype=torch.bfloat16, device="cuda")
+    zero = torch.full((ROWS, BLOCKS), 8, dtype=torch.uint8, device="cuda")
+    bits = torch.tensor([8] * EIGHTS + [4] * (BLOCKS - EIGHTS), dtype=torch.uint8, device="cuda")
+    perm, clip = torch.randperm(CHANNELS, device="cuda").int(), torch.full((BLOCKS,), 0.9, device="cuda")
+    return prepare_linear(codes, scale, zero, ActivationFormat(perm, bits, clip, True, TOKEN))
