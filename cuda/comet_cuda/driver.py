@@ -70,6 +70,13 @@ def _use_torch_context(device: int) -> None:
     _check(library.cuCtxSetCurrent(context), f"use GPU {device}")
 
 
+def gpu_of(tensor: torch.Tensor, name: str) -> torch.cuda.device:
+    """The context in which the tensor's GPU is torch's current one. Raises CometError if it is on none."""
+    if tensor.get_device() < 0:
+        raise CometError(f"{name} is on {tensor.device}, other arguments are on a GPU", "move all to one device")
+    return torch.cuda.device(tensor.get_device())
+
+
 def _dim3(dim: Dim) -> tuple[int, int, int]:
     if isinstance(dim, int):
         return dim, 1, 1

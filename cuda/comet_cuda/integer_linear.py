@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda import quantize_token, w4ax_gemm_integer
-from comet_cuda.driver import BoundLaunch, EmptyTensors
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act_cuda import PERM_ALIGNMENT, as_rows
 from comet_cuda.quantize_token_ref import token_shapes
@@ -78,7 +78,7 @@ def integer_linear(
     """
     device, records = x.get_device(), weight.records
     if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+        with gpu_of(x, "linear: x"):
             return integer_linear(x, perm, clip, hadamard, weight, bias)
     x = as_rows(x, "linear")
     tokens, channels = x.shape

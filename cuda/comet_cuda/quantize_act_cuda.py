@@ -17,7 +17,7 @@ from torch import Tensor
 from comet_cuda import quantize_few, quantize_many, quantize_token_plan
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
-from comet_cuda.driver import BoundLaunch, EmptyTensors
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
 from comet_cuda.errors import CometError
 from comet_cuda.jit import Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
@@ -223,7 +223,7 @@ def launch(
     channels = channels // 2 if fuse == "silu_mul" else channels
     device, dtype, blocks = x.get_device(), x.dtype, block_bits.numel()
     if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+        with gpu_of(x, "quantize_act: x"):
             norm = (fuse, residual, residual_out, weight, eps)
             launch(x, perm, block_bits, clip, hadamard, codes, scale, layout, share, *norm)
         return

@@ -17,7 +17,7 @@ from torch import Tensor
 from comet_cuda import quantize_many, quantize_row
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
-from comet_cuda.driver import BoundLaunch, EmptyTensors
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
 from comet_cuda.errors import CometError
 from comet_cuda.jit import compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
@@ -150,7 +150,7 @@ def launch(
     """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU: the results of `Call`."""
     device = x.get_device()
     if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+        with gpu_of(x, "quantize_token: x"):
             return launch(x, perm, int8_blocks, clip, hadamard, fuse, residual, weight, eps)
     rows, channels = x.shape
     channels = channels // 2 if fuse == "silu_mul" else channels

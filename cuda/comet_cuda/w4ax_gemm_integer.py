@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda.affine import BLOCK
-from comet_cuda.driver import BoundLaunch, EmptyTensors
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
 from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
@@ -274,7 +274,7 @@ def launch(
     """
     device = weight.get_device()
     if device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
+        with gpu_of(weight, "w4ax_gemm_integer: weight"):
             return launch(
                 x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks, out_dtype, tiles, pdl
             )

@@ -194,6 +194,17 @@ def test_wrong_operands_are_named(hopper: Hopper) -> None:
     assert not hopper.launches
 
 
+def test_operands_beside_a_gpu_are_named(hopper: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    o = Operands()
+    found = o.quantize()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", int)  # GPU 0; all operands are on the CPU
+    for op in (o.quantize, o.norm, o.silu, o.linear, lambda: o.multiply(found)):
+        with pytest.raises(gemm.CometError, match="is on cpu, other arguments are on a GPU"):
+            op()
+    with pytest.raises(gemm.CometError, match="is on cpu, other arguments are on a GPU"):
+        quantize_act_cuda.launch(o.x, o.perm, o.bits, o.clip, True, found[0], found[2], "sm_90")
+
+
 def host_calls(op: Callable[[], object]) -> int:
     """Functions, of Python and C alike, that one call of `op` makes once its shape is known; those of tests apart."""
     calls = 0
