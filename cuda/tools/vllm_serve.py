@@ -36,7 +36,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     server = os.fork()
     if server == 0:
-        command(args.packed, port, CACHES[args.cache])
+        command(args.packed, port, CACHES[args.cache], eager=not args.compile)
         os._exit(0)
     address = f"http://127.0.0.1:{port}"
     while True:  # until the fork's limit
@@ -56,12 +56,12 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     return {"ready": ready, "text": answer["choices"][0]["text"], "tokens": answer["usage"]["completion_tokens"]}
 
 
-def command(packed: str, port: int, options: dict[str, Any]) -> None:
+def command(packed: str, port: int, options: dict[str, Any], *, eager: bool) -> None:
     """What the shell's `vllm serve PACKED ...` does."""
     from vllm.entrypoints.cli.main import main
 
-    words = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--enforce-eager"]
-    words += ["--no-enable-prefix-caching"]
+    words = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--no-enable-prefix-caching"]
+    words += ["--enforce-eager"] if eager else []
     words += [] if on_cpu() else ["--gpu-memory-utilization", "0.3"]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]

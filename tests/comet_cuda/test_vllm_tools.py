@@ -135,7 +135,7 @@ def test_a_server_is_asked_once_and_must_say_something(
             text = "" if asked["prompt"] == "silence" else f" {asked['model']}"
             self.reply({"choices": [{"text": text}], "usage": {"completion_tokens": asked["max_tokens"]}})
 
-    def command(packed: str, port: int, options: object) -> None:
+    def command(packed: str, port: int, options: object, *, eager: bool) -> None:
         if packed == "broken":
             raise ValueError("no such folder")
         time.sleep(0.3)
