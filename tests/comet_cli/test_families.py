@@ -66,6 +66,7 @@ def test_a_family_goes_through_all_commands(
     AutoModelForCausalLM.from_config(family(kind), dtype=torch.float16).save_pretrained(kind, max_shard_size="100KB")
 
     if kind in ("mixtral", "opt"):
+        monkeypatch.setattr("comet_core.preflight.heat_map", lambda found, png: png.touch())  # drawing takes most of it
         plan = json.loads(comet("pack", kind, *SMALL, "--dry-run", "--json"))
         assert plan["estimate"]["seconds"] > 0 and not Path("runs").exists()
     calibration = json.loads(comet("calibrate", kind, *SMALL, "--json"))

@@ -4,9 +4,9 @@
     PYTHONPATH=cuda:cli:. python tests/fuzz/guided.py --seconds 600
 
 In: the good files of `campaign.py`'s readers as first inputs. Out: the fuzzer's own account; an input that is answered
-by anything but a loaded object or a CometError with a hint ends the run, and stays behind as `crash-*`. Where the
-campaign's damage knows JSON and safetensors, libFuzzer knows nothing but bytes and what they reached: so files are taken
-whole from it, and the first byte says which reader gets them.
+by anything but a loaded object or a CometError with a hint ends the run, and stays behind as `crash-*`. The campaign's
+damage knows JSON and safetensors; libFuzzer knows nothing but bytes and what they reached, so it gives whole files, and
+the first byte says which reader gets one.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import atheris  # type: ignore[import-not-found]
 
 with atheris.instrument_imports(include=["comet_core", "comet_cuda"]):
     import campaign
+
     from comet_core import calibration, inspection, model_source, packed, recipe, results  # noqa: F401
 from comet_cuda.errors import CometError
 
