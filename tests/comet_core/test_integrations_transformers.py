@@ -320,15 +320,14 @@ def in_a_process(code: str, *arguments: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.splitlines()
 
 
-def test_without_comet_it_is_an_error_that_says_what_to_do(tiny: "Packed") -> None:
-    said = in_a_process(LOAD, str(tiny.packed))
-    assert len(said) == 3
-    assert all(line.startswith("ValueError") and "import comet_core" in line for line in said)
+def test_without_comet_it_is_an_error_that_says_what_to_do_and_comet_may_come_later(tiny: "Packed") -> None:
+    said = in_a_process(f"import transformers.quantizers.auto\n{LOAD}\nimport comet_core\n{LOAD}", str(tiny.packed))
+    assert len(said) == 6 and said[3:] == ["loaded"] * 3
+    assert all(line.startswith("ValueError") and "import comet_core" in line for line in said[:3])
 
 
-@pytest.mark.parametrize("first", ["comet_core", "transformers.quantizers.auto"])
-def test_import_in_any_order(tiny: "Packed", first: str) -> None:
-    assert in_a_process(f"import {first}\nimport comet_core\n{LOAD}", str(tiny.packed)) == ["loaded"] * 3
+def test_comet_may_be_imported_first(tiny: "Packed") -> None:
+    assert in_a_process(f"import comet_core\n{LOAD}", str(tiny.packed)) == ["loaded"] * 3
 
 
 def test_importing_comet_core_is_free() -> None:
