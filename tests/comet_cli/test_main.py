@@ -298,7 +298,7 @@ def test_eval_keeps_its_records_and_prints_them_as_json(monkeypatch: pytest.Monk
     assert code == 0
     asked.pop("progress")
     text = {"data": "c4", "windows": 3, "seq_len": 2048}
-    assert asked == {"model": "here", **text, "device": "cpu", "dtype": "auto", "compare": False}
+    assert asked == {"model": "here", **text, "device": "cpu", "dtype": "auto", "compare": False, "kv16": False}
     first, second = map(json.loads, out.splitlines())
     assert first["value"] == 28.5 and second["value"] is None
     assert [json.loads(line) for line in (tmp_path / "runs" / "eval.jsonl").read_text().splitlines()] == [first, second]
