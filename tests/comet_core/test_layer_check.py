@@ -10,6 +10,7 @@ import torch
 from comet_core import pack_job
 from comet_core.inspection import inspect_packed
 from comet_core.layer_check import Likeness, check_reloaded, layer_note
+from comet_core.ledger import _layer_warnings
 from comet_core.packed import read_manifest
 from comet_core.recipe import ChecksSpec
 from comet_core.shards import read_shard
@@ -66,6 +67,13 @@ def test_limits_of_the_recipe_hold_for_linears_and_layers(tiny: Any, tmp_path: P
     for name in ("model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"):
         plain, strict_ = (read_shard(tmp_path / folder / name)[0] for folder in ("plain", "strict"))
         assert all(torch.equal(plain[key], strict_[key]) for key in plain)
+
+
+def test_a_naive_recipe_is_warned_of_in_a_few_lines() -> None:
+    checks = [{"layer": f"l{i}", "warning": "far off"} for i in range(9)]
+    assert _layer_warnings(checks[:4]) == [f"l{i}: far off" for i in range(4)]
+    lines = _layer_warnings([*checks[:2], {"layer": "fine"}, *checks[2:]])
+    assert len(lines) == 4 and lines[2] == "l2: far off" and lines[3].startswith("6 more layers")
 
 
 def test_the_layer_that_is_judged_is_the_one_on_the_disk(
