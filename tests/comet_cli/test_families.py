@@ -65,7 +65,9 @@ def test_a_family_goes_through_all_commands(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(family(kind), dtype=torch.float16).save_pretrained(kind, max_shard_size="100KB")
 
-    if kind in ("mixtral", "opt"):
+    if kind not in ("mixtral", "opt"):
+        monkeypatch.setattr("comet_core.calibration.heat_map", lambda found, png: png.write_bytes(b"\x89PNG"))
+    else:
         monkeypatch.setattr("comet_core.preflight.heat_map", lambda found, png: png.touch())  # drawing takes most of it
         plan = json.loads(comet("pack", kind, *SMALL, "--dry-run", "--json"))
         assert plan["estimate"]["seconds"] > 0 and not Path("runs").exists()

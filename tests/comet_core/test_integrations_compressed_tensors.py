@@ -128,9 +128,9 @@ def test_contiguous_groups_round_gathered_linears_anew_and_keep_the_others(
 
 
 @pytest.fixture(scope="module")
-def default_packed(put_through: Callable[..., "Packed"], llama_config: Callable[..., Any]) -> "Packed":
+def default_packed(tiny: "Packed") -> "Packed":
     """W4A4 with INT8 blocks: rotated, clipped, asymmetric."""
-    return put_through(llama_config(), "w4a4kv4")
+    return tiny
 
 
 @pytest.mark.parametrize(("bits", "lost"), [(8, "all have 8 bits"), (4, "all activations have 4 bits")])

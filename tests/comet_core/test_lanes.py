@@ -88,18 +88,12 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hidden_module.TOKENS_A_STEP, "cpu", 32)
 
 
-@pytest.fixture(scope="module")
-def wide(put_through: Any, llama_config: Any) -> Any:
-    """The tiny Llama, with seven windows."""
-    return put_through(llama_config())
-
-
 def seven(made: Any, **weights: Any) -> Any:
     recipe = replace(made.recipe, calibration=replace(made.recipe.calibration, samples=7))
     return replace(recipe, weights=replace(recipe.weights, holdout=0.25, **weights))
 
 
-def test_calibrations_are_the_same_bytes(wide: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrations_are_the_same_bytes(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_steps(monkeypatch)
     used: set[int] = set()
     honest = calibrate_module._pass
@@ -111,7 +105,7 @@ def test_calibrations_are_the_same_bytes(wide: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(calibrate_module, "_pass", noting)
     for name, shared in (("one", lanes(1)), ("many", lanes(3))):
         used.clear()
-        calibrate(wide.source, seven(wide), tmp_path / name, device="cpu", progress=SilentProgress(), lanes=shared)
+        calibrate(tiny.source, seven(tiny), tmp_path / name, device="cpu", progress=SilentProgress(), lanes=shared)
         assert used == set(range(len(shared)))
     one, many = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "many"))
     assert one == many and one
@@ -119,12 +113,12 @@ def test_calibrations_are_the_same_bytes(wide: Any, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("weights", [{}, {"target": "sixteen", "inputs": "quantized"}])
 def test_moments_differ_by_rounding_only(
-    wide: Any, tmp_path: Path, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Any, tmp_path: Path, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with as many lanes as before packing gives the same bytes."""
     small_steps(monkeypatch)
-    recipe = seven(wide, **weights)
-    calibrate(wide.source, recipe, tmp_path / "calibration", device="cpu", progress=SilentProgress())
+    recipe = seven(tiny, **weights)
+    calibrate(tiny.source, recipe, tmp_path / "calibration", device="cpu", progress=SilentProgress())
     moments: dict[str, list[list[Tensor]]] = {}
     honest = quantize_group._moments
 
@@ -137,7 +131,7 @@ def test_moments_differ_by_rounding_only(
     monkeypatch.setattr(quantize_group, "_moments", noting)
     for folder, count in (("one", 1), ("three", 3), ("again", 3)):
         moments[folder] = []
-        pack(wide.source, tmp_path / "calibration", None, tmp_path / folder, device="cpu", progress=SilentProgress(),
+        pack(tiny.source, tmp_path / "calibration", None, tmp_path / folder, device="cpu", progress=SilentProgress(),
              lanes=lanes(count))  # fmt: skip
     first = 4  # the groups of the first layer: after it the packed models differ by what rounded the other way
     for one, three in zip(moments["one"][:1], moments["three"][:1], strict=True):
@@ -175,21 +169,21 @@ def test_a_mixture_of_experts_is_shared_too(
     assert one.linears == two.linears
 
 
-def test_an_unfinished_packing_goes_on_with_as_many_devices(wide: Any, tmp_path: Path) -> None:
+def test_an_unfinished_packing_goes_on_with_as_many_devices(tiny: Any, tmp_path: Path) -> None:
     """Another number would leave layers of both in one folder, which nobody could make again."""
     out = tmp_path / "out"
     options: Any = {"device": "cpu", "progress": SilentProgress()}
-    pack(wide.source, wide.calibration, None, out, lanes=lanes(2), **options)
+    pack(tiny.source, tiny.calibration, None, out, lanes=lanes(2), **options)
     job = {"devices": 2}
     from comet_core.pack_job import PackJob
 
-    found = PackJob(wide.source, _calibration(wide), wide.recipe, tmp_path / "marker", "cpu", torch.float32,
+    found = PackJob(tiny.source, _calibration(tiny), tiny.recipe, tmp_path / "marker", "cpu", torch.float32,
                     SilentProgress(), lanes=lanes(2))  # fmt: skip
     found.begin()
     marker = json.loads((tmp_path / "marker" / "packing.json").read_text())
     assert marker | job == marker
     with pytest.raises(CometError, match="unfinished packing of another"):
-        pack(wide.source, wide.calibration, None, tmp_path / "marker", **options)
+        pack(tiny.source, tiny.calibration, None, tmp_path / "marker", **options)
 
 
 def _calibration(made: Any) -> Any:
@@ -209,15 +203,15 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     ],
 )
 def test_two_devices_calibrate_the_same_bytes_and_pack_as_well(
-    wide: Any, tmp_path: Path, one: dict[str, Any], two: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Any, tmp_path: Path, one: dict[str, Any], two: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(hidden_module.TOKENS_A_STEP, device, 512)  # so that either device has two ranges
-    recipe = replace(wide.recipe, calibration=replace(wide.recipe.calibration, samples=16, seq_len=128))
+    recipe = replace(tiny.recipe, calibration=replace(tiny.recipe.calibration, samples=16, seq_len=128))
     for name, options in (("one", one), ("two", two)):
         options = options | {"progress": SilentProgress()}
-        calibrate(wide.source, recipe, tmp_path / name / "calibration", **options)
-        pack(wide.source, tmp_path / "one" / "calibration", None, tmp_path / name / "packed", **options)
+        calibrate(tiny.source, recipe, tmp_path / name / "calibration", **options)
+        pack(tiny.source, tmp_path / "one" / "calibration", None, tmp_path / name / "packed", **options)
     if two["device"] == "cuda":
         assert len(Lanes.of("cuda")) >= 2 and torch.cuda.max_memory_allocated(1) > 0
     files = [{f.name: f.read_bytes() for f in (tmp_path / name / "calibration").iterdir()} for name in ("one", "two")]

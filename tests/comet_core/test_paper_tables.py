@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,9 @@ def test_a_figure_or_a_place_that_moves_is_noticed() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny_table(
-    tmp_path_factory: pytest.TempPathFactory, put_through: Callable[..., Any], llama_config: Any
-) -> PaperTable:
+def tiny_table(tiny: Any) -> PaperTable:
     """Four recipes on a model of two random layers."""
-    made = put_through(llama_config(), "w4a4kv4")
-    folder = made.source.folder
+    folder = tiny.source.folder
     rows = tuple(
         Row(scheme, "none", name)
         for scheme, name in (

@@ -16,15 +16,14 @@ from comet_core.real_text import (
     reference_rows,
     runner_rows,
 )  # fmt: skip
-from comet_core.recipe import load_recipe
 from comet_core.runner import Runner
 from comet_core.runner_weights import runner_from_packed
 from comet_cuda.errors import CometError
 
 
 @pytest.fixture(scope="module")
-def folder(put_through: Any, llama_config: Any) -> Path:
-    return Path(put_through(llama_config(), load_recipe("w4a4kv4")).packed)
+def folder(tiny: Any) -> Path:
+    return Path(tiny.packed)
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,11 @@ def tuned_recipe(**changes: Any) -> Any:
     return dataclasses.replace(recipe, tuning=TuningSpec(epochs=4, windows=1, **({"learning_rate": 0.01} | changes)))
 
 
-def test_tuning_changes_what_it_may_and_lowers_the_divergence(put_through: Any, llama_config: Any) -> None:
-    plain = put_through(llama_config(), load_recipe("w4a4kv4"))
+def test_tuning_changes_what_it_may_and_lowers_the_divergence(tiny: Any, put_through: Any, llama_config: Any) -> None:
     tuned = put_through(llama_config(), tuned_recipe())
     note = read_manifest(tuned.packed).layers[0]["tuning"]
     assert note["after"] < note["before"]
-    before = load_packed(plain.packed).model.state_dict()
+    before = load_packed(tiny.packed).model.state_dict()
     after = load_packed(tuned.packed, verify=True).model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed, "nothing was tuned"
@@ -35,13 +34,12 @@ def test_tuning_changes_what_it_may_and_lowers_the_divergence(put_through: Any, 
     assert not list(tuned.packed.parent.glob(".*untuned"))
 
 
-def test_what_does_not_help_is_dropped(put_through: Any, llama_config: Any) -> None:
+def test_what_does_not_help_is_dropped(tiny: Any, put_through: Any, llama_config: Any) -> None:
     """Steps as large as the values themselves ruin the model; the judge then keeps it as it was."""
-    plain = put_through(llama_config(), load_recipe("w4a4kv4"))
     ruined = put_through(llama_config(), tuned_recipe(learning_rate=1.0, vector_rate=1.0))
     note = read_manifest(ruined.packed).layers[0]["tuning"]
     assert note["after"] >= note["before"]
-    before, after = load_packed(plain.packed).model.state_dict(), load_packed(ruined.packed).model.state_dict()
+    before, after = load_packed(tiny.packed).model.state_dict(), load_packed(ruined.packed).model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
