@@ -1,9 +1,9 @@
 """What a run will take - time, memory, disk - before it starts, from the model's own first layers.
 
-`rehearse` runs the command's real code on one or two layers and a few windows, in a temporary folder, and extends time,
-memory and what lies on the disk linearly in layers and windows. The windows are whole steps, one on every device: a GPU
-takes hardly longer for a full step than for a part of one. `require_disk` and `require_room`, on
-bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
+`rehearse` runs the command's real code on one and a few layers, in a temporary folder, and extends time, memory and
+what lies on the disk linearly in layers; on a CPU in windows too. A GPU gets all of them: they cost little there, and a
+part of a step as much as a whole one, so that a few would be extended with their noise. `require_disk` and
+`require_room`, on bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
 """
 
 import gc
@@ -166,7 +166,7 @@ def rehearse(
     dtype: str,
     then: Callable[[Path], object] = lambda packed: None,
 ) -> Estimate:
-    """Measure `command` on one and two layers, and extend to the whole model and all windows.
+    """Measure `command` on one and two layers, on a GPU three, and extend to the whole model and all windows.
 
     Args:
         cut: number of layers -> the model cut to them; 0 is the whole model.
@@ -174,29 +174,39 @@ def rehearse(
         then: what is done with the packed folder afterwards; files that it leaves beside that folder count too.
     """
     whole, lanes = cut(0), Lanes.of(resolve_compute(device, dtype)[0])
+    on_gpu = lanes.devices[0].type == "cuda"
     layers, windows = int(whole.config.get_text_config().num_hidden_layers), recipe.calibration.samples
-    step = max(1, TOKENS_A_STEP[lanes.devices[0].type] // recipe.calibration.seq_len)
-    few = min(windows, max(2, step * len(lanes)))
-    more = min(windows, max(3 * few, windows // MOST_EXTENDED))
-    deep = min(2, layers)
-    plan = [(1, few), (1, few), (1, more), (deep, few), (deep, more)]  # the first warms caches up and does not count
-    _, base, first_more, both, both_more = [
-        _run_small(cut(n), recipe, w, command, device, dtype, then) for n, w in plan
-    ]
+    step = max(2, len(lanes) * (TOKENS_A_STEP[lanes.devices[0].type] // recipe.calibration.seq_len))
+    few = more = windows
+    if not on_gpu:
+        few = min(windows, step)
+        more = min(windows, max(3 * few, windows // MOST_EXTENDED))
+    deep = min(3 if on_gpu else 2, layers)
+
+    def run(count: int, some: int) -> _Run:
+        return _run_small(cut(count), recipe, some, command, device, dtype, then)
+
+    run(deep if on_gpu else 1, min(windows, step))  # warms caches up and compiles kernels
+    base = run(1, few)
+    first_more = run(1, more) if more > few else base
+    both = run(deep, few)
+    both_more = run(deep, more) if more > few else both
     share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
     def extended(value: Callable[[_Run], float]) -> float:
         """Both in layers and in windows. A window costs a later layer more than the first, before which the quantized
         and the 16-bit model are still the same."""
-        a_layer, first = max(0.0, value(both) - value(base)), max(0.0, value(first_more) - value(base)) * share
-        later = max(0.0, value(both_more) - value(first_more) - a_layer) * share
-        return value(base) + first + (layers - 1) * (a_layer + later)
+        of_few, of_more = (max(0.0, value(b) - value(a)) for a, b in ((base, both), (first_more, both_more)))
+        a_layer = of_few + max(0.0, of_more - of_few) * share
+        first = value(base) + max(0.0, value(first_more) - value(base)) * share
+        return first + (layers - 1) * a_layer / max(1, deep - 1)
 
     def at_most(value: Callable[[_Run], dict[str, int]]) -> int:
         """The largest of the steps' peaks. More windows are held in every step, more layers where the step has all."""
         found = {}
         for name, peak in value(both).items():
-            a_layer = max(0, peak - value(base)[name]) if recipe.tuning.epochs and name in WHOLE_MODEL else 0
+            grows = recipe.tuning.epochs and name in WHOLE_MODEL
+            a_layer = max(0, peak - value(base)[name]) / max(1, deep - 1) if grows else 0
             found[name] = peak + max(0, value(both_more)[name] - peak) * share + (layers - deep) * a_layer
         return int(max(found.values(), default=0))
 
@@ -204,7 +214,7 @@ def rehearse(
         seconds=extended(lambda run: run.seconds),
         memory=at_most(lambda run: run.peaks),
         gpu_memory=at_most(lambda run: run.gpu_peaks),
-        disk=int(base.disk + (layers - 1) * (both.disk - base.disk) + max(0, first_more.disk - base.disk) * share)
+        disk=int(extended(lambda run: run.disk))
         + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)
         + _spilled(whole, recipe, device, dtype, command),
     )

@@ -5,6 +5,7 @@ the others beside their commands.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,7 +94,7 @@ def dry_run_eval(
     """
     from comet_core.calibrate import resolve_compute
     from comet_core.evaluate import find_subject, plan_perplexity, subject_bytes
-    from comet_core.preflight import require_room
+    from comet_core.preflight import Estimate, require_room
     from comet_core.preflight_eval import rehearse_perplexity, rehearse_tasks, together
 
     device, compute = resolve_compute(device, dtype)
@@ -111,6 +112,7 @@ def dry_run_eval(
             f"{task.name} ({task.origin}), {min(task.documents, limit or task.documents):,} documents" for task in names
         )
     if ppl is not None:
+        start = time.perf_counter()
         plan = plan_perplexity(
             model,
             data=ppl,
@@ -120,6 +122,7 @@ def dry_run_eval(
             kv16=kv16,
             progress=console.progress(),
         )
+        parts.append(Estimate(time.perf_counter() - start, 0, 0, 0))  # the run reads and tokenizes all of the text too
         count, length = plan.tokens.shape
         rows["text"] = f"{plan.corpus.name}, {plan.corpus.split} ({plan.corpus.origin}), {count} x {length:,} tokens"
         rows["beside it"] = "the 16-bit model" if plan.beside is not None else "nothing"

@@ -71,12 +71,12 @@ def test_a_rehearsal_leaves_nothing_and_counts_every_layer(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [0, 1, 2])
 def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int, gpus: int) -> None:
     """Time in layers and windows; memory in windows, and in layers where tuning holds them all. Of windows of 64 tokens
-    a CPU takes 64 a step: on two devices a rehearsal takes two steps, and then six."""
+    a CPU takes 64 a step, a GPU 512: it is warmed up with a step on every GPU, and then runs all windows."""
     spec, asked = make_model(tmp_path / "model", 6, 128), []
-    recipe = with_calibration(load_recipe("w4a4kv4"), samples=1000, seq_len=64)
+    recipe = with_calibration(load_recipe("w4a4kv4"), samples=2000, seq_len=64)
     recipe = replace(recipe, tuning=replace(recipe.tuning, epochs=epochs))
 
     def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
@@ -87,15 +87,16 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return preflight._Run(5 + layers * (2 + 0.5 * windows), peaks, gpu, 7 + 3 * layers + windows)
 
     monkeypatch.setattr(preflight, "_run_small", run)
-    monkeypatch.setattr(preflight.Lanes, "of", lambda _: Lanes((torch.device("cpu"),) * gpus))
+    devices = tuple(torch.device("cuda", i) for i in range(gpus)) or (torch.device("cpu"),)
+    monkeypatch.setattr(preflight.Lanes, "of", lambda _: Lanes(devices))
     cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
     found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto")
-    few = 64 * gpus
-    assert asked == [(1, few), (1, few), (1, 3 * few), (2, few), (2, 3 * few)]
-    assert found.seconds == pytest.approx(5 + 6 * (2 + 0.5 * 1000))
-    assert found.gpu_memory == (100 + 6000 + 1000 if epochs else 100 + 2000 + 1000)
+    on_cpu = [(1, 64), (1, 64), (1, 250), (2, 64), (2, 250)]
+    assert asked == ([(3, 512 * gpus), (1, 2000), (3, 2000)] if gpus else on_cpu)
+    assert found.seconds == pytest.approx(5 + 6 * (2 + 0.5 * 2000))
+    assert found.gpu_memory == (100 + 6000 + 2000 if epochs else max(500 + 4000, 100 + 1000 * asked[-1][0] + 2000))
     assert found.memory == 10 * found.gpu_memory
-    assert found.disk == 7 + 18 + 1000 + (packed_bytes(cut(0), recipe) if epochs else 0)
+    assert found.disk == 7 + 18 + 2000 + (packed_bytes(cut(0), recipe) if epochs else 0)
 
 
 ONE_RUN = """
