@@ -6,8 +6,7 @@
 // launches: stage 0 writes all but the open page of sequences with several runs, stage 2 that.
 // kv4_append_token: one token of each sequence; a warp takes one kv head of it. Further ctas, for four heads each, wait
 // for nothing: they quantize the page if this token fills it.
-// rope_append: a warp takes one v head of one token, or up to four of its q and k heads, so that few waves of warps hold a
-// batch: what a wave takes is latency. Further ctas quantize the page as above, with the newest key from qkv.
+// rope_append: a cta takes one kv head of one token with its q heads; a warp takes one head.
 // rope_qk: a warp takes one q or k head of one token.
 //
 // Definitions: those of kv4_cache.cuh, and ENTRY (0 kv4_append, 1 rope_append, 2 rope_qk,
@@ -33,12 +32,7 @@ struct Params {
 extern __shared__ __align__(16) char memory[];
 
 // Ctas a multiprocessor that registers must allow: many where a step of decoding waits for nothing but memory.
-#if __CUDA_ARCH__ >= 900
-constexpr int kManyThreads = DIM == 96 ? 1024 : 1280;
-#else
-constexpr int kManyThreads = 1024;
-#endif
-constexpr int kThreadsOfSm = (ENTRY == 1 || ENTRY == 4) && kDim < 256 ? kManyThreads : 768;
+constexpr int kThreadsOfSm = (ENTRY == 1 || ENTRY == 4) && kDim < 256 ? 1280 : 768;
 constexpr int kCtas = kThreadsOfSm < kThreads ? 1 : kThreadsOfSm / kThreads;
 
 // One head of D channels in a warp: lane l holds pairs l, l + 32, ... A pair is two channels that are rotated together,
@@ -51,24 +45,15 @@ __device__ __forceinline__ bool pair_exists(int i) { return kDim / 2 % 32 == 0 |
 __device__ __forceinline__ int low_channel(int i, int half) { return i < half ? i : i + half; }
 __device__ __forceinline__ int high_channel(int i, int half) { return i < half ? i + half : i + kDim / 2; }
 
-// A pair as it lies in memory: the low channel in the low half.
-__device__ __forceinline__ void load_pairs(const uint16_t* x, int half, int lane, uint32_t (&pairs)[kPairs]) {
+__device__ __forceinline__ Head load_head(const uint16_t* x, int half, int lane) {
+  Head h;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     const int i = lane + 32 * p;
-    pairs[p] = pair_exists(i) ? x[low_channel(i, half)] | uint32_t(x[high_channel(i, half)]) << 16 : 0;
+    h.low[p] = h.high[p] = 0.f;
+    if (pair_exists(i)) h.low[p] = E::one(x[low_channel(i, half)]), h.high[p] = E::one(x[high_channel(i, half)]);
   }
-}
-__device__ __forceinline__ Head head_of(const uint32_t (&pairs)[kPairs]) {
-  Head h;
-#pragma unroll
-  for (int p = 0; p < kPairs; ++p) h.low[p] = E::low(pairs[p]), h.high[p] = E::high(pairs[p]);
   return h;
-}
-__device__ __forceinline__ Head load_head(const uint16_t* x, int half, int lane) {
-  uint32_t pairs[kPairs];
-  load_pairs(x, half, lane, pairs);
-  return head_of(pairs);
 }
 __device__ __forceinline__ void store_head(uint16_t* x, const Head& h, int half, int lane) {
 #pragma unroll
@@ -95,27 +80,16 @@ __device__ __forceinline__ void norm_head(Head& h, const uint16_t* weight, float
     h.high[p] = rounded(E::one(weight[high_channel(i, half)]) * rounded(h.high[p] * inverse));
   }
 }
-// cos and sin of the lane's pairs.
-__device__ __forceinline__ void rotate_head(Head& h, const float (&cos)[kPairs], const float (&sin)[kPairs], int half,
-                                            int lane) {
+__device__ __forceinline__ void rotate_head(Head& h, const float* cos, const float* sin, int half, int lane) {
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
-    if (lane + 32 * p >= half) continue;
+    const int i = lane + 32 * p;
+    if (i >= half) continue;
     const float a = h.low[p], b = h.high[p];
-    h.low[p] = __fsub_rn(__fmul_rn(a, cos[p]), __fmul_rn(b, sin[p]));
-    h.high[p] = __fadd_rn(__fmul_rn(b, cos[p]), __fmul_rn(a, sin[p]));
+    h.low[p] = __fsub_rn(__fmul_rn(a, cos[i]), __fmul_rn(b, sin[i]));
+    h.high[p] = __fadd_rn(__fmul_rn(b, cos[i]), __fmul_rn(a, sin[i]));
   }
 }
-__device__ __forceinline__ void load_angles(const Params& p, int t, int lane, float (&cos)[kPairs], float (&sin)[kPairs]) {
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const size_t at = size_t(max(t, 0)) * p.half + lane + 32 * i;
-    cos[i] = lane + 32 * i < p.half ? p.cos[at] : 1.f;
-    sin[i] = lane + 32 * i < p.half ? p.sin[at] : 0.f;
-  }
-}
-
-constexpr int kHeadsOfPageCta = 4; // of a cta that only quantizes a page (ENTRY 1, 4)
 
 #if ENTRY == 0 || ENTRY == 3
 
@@ -210,117 +184,86 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) NAME(const __grid_
 
 #elif ENTRY == 4
 
+constexpr int kHeadsOfPageCta = 4;
+
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) kv4_append_token(const __grid_constant__ Params p) {
   PageShared& shared = *reinterpret_cast<PageShared*>(memory);
   const Cache& c = p.cache;
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int groups = (c.heads + kWarps - 1) / kWarps;
-  // slot, position and page_table are older than the previous kernel; what it may write is only prefetched.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int s = p.slot[token], place = p.position[token] - c.sinks, slot = place % kPage;
-  if (s < 0) return wait_for_previous_kernel(); // a grid that waits for nobody could end before the previous one
+  if (s < 0) return;
   const uint16_t *k = p.k + token * p.k_pitch, *v = p.v + token * p.v_pitch;
-  const int page = place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
+  const int* table = c.page_table + size_t(s) * c.table_width;
   if (blockIdx.y < groups) {
     const int head = blockIdx.y * kWarps + warp;
     if (head >= c.heads) return;
-    if (place >= 0) prefetch_values(c, page, head, slot, lane);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     const size_t sequence = page_head(c, s, head);
     uint16_t* k_to = place < 0 ? c.k_sink + (sequence * c.sinks + c.sinks + place) * kDim
                                : c.k_open + (sequence * kPage + slot) * kDim;
     if (lane < kVectors)
       reinterpret_cast<uint4*>(k_to)[lane] = reinterpret_cast<const uint4*>(k + head * kDim)[lane];
     if (place >= 0)
-      append_values(c, page, head, slot, 1, v + head * kDim, 0, lane);
+      append_values(c, table[place / kPage], head, slot, 1, v + head * kDim, 0, lane);
     else if (lane < kVectors)
       reinterpret_cast<uint4*>(c.v_sink + (sequence * c.sinks + c.sinks + place) * kDim)[lane] =
           reinterpret_cast<const uint4*>(v + head * kDim)[lane];
     return;
   }
   if (place < 0 || slot != kPage - 1) return;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
   const int first = (blockIdx.y - groups) * kHeadsOfPageCta;
   for (int head = first; head < min(first + kHeadsOfPageCta, c.heads); ++head) {
     const uint16_t* open = c.k_open + size_t(page_head(c, s, head)) * kPage * kDim;
     const uint16_t* newest = k + head * kDim;
-    quantize_page(c, page, head, [&](int i) { return i < kPage - 1 ? open + i * kDim : newest; }, shared);
+    quantize_page(
+        c, table[place / kPage], head, [&](int i) { return i < kPage - 1 ? open + i * kDim : newest; }, shared);
     __syncthreads(); // `shared` is read until here
   }
 }
 
 #elif ENTRY == 1
 
-constexpr int kRotated = 4; // q and k heads of a warp, all loaded before the first is stored
-
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append(const __grid_constant__ Params p) {
   PageShared& shared = *reinterpret_cast<PageShared*>(memory);
-  uint16_t* newest = reinterpret_cast<uint16_t*>(memory + sizeof(PageShared)); // [kHeadsOfPageCta, D]
   const Cache& c = p.cache;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.q_heads + c.heads;
-  const int warps = c.heads + (heads + kRotated - 1) / kRotated; // of a token
-  const int ctas = (p.tokens * warps + kWarps - 1) / kWarps;
-  const bool is_page = int(blockIdx.x) >= ctas;
-  const int each = is_page ? (c.heads + kHeadsOfPageCta - 1) / kHeadsOfPageCta : warps;
-  const int item = is_page ? blockIdx.x - ctas : blockIdx.x * kWarps + warp;
-  const int token = item / each, part = item % each;
-  if (token >= p.tokens) return;
-  // slot, position, page_table, cos and sin are older than the previous kernel; what it may write is only prefetched.
-  const int s = p.slot[token], t = p.position[token], place = t - c.sinks, slot = place % kPage;
-  const uint16_t* row = p.k + size_t(token) * (heads + c.heads) * kDim;
-  const int page = s >= 0 && place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
-  if (!is_page && part < c.heads) { // a value
-    if (s < 0) return;
-    if (place >= 0) prefetch_values(c, page, part, slot, lane);
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    const uint16_t* v = row + (heads + part) * kDim;
-    if (place >= 0)
-      append_values(c, page, part, slot, 1, v, 0, lane);
-    else if (lane < kVectors)
-      reinterpret_cast<uint4*>(c.v_sink + (size_t(page_head(c, s, part)) * c.sinks + c.sinks + place) * kDim)[lane] =
-          reinterpret_cast<const uint4*>(v)[lane];
-    return;
-  }
-  if (is_page && (s < 0 || place < 0 || slot != kPage - 1)) return;
-  float cos[kPairs], sin[kPairs];
-  load_angles(p, t, lane, cos, sin);
+  const int token = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (is_page) {
-    const int first = part * kHeadsOfPageCta, count = min(c.heads - first, kHeadsOfPageCta);
-    if (warp < count) {
-      Head h = load_head(row + (p.q_heads + first + warp) * kDim, p.half, lane);
-      norm_head(h, p.k_weight, p.eps, p.half, lane);
-      rotate_head(h, cos, sin, p.half, lane);
-      store_head(newest + warp * kDim, h, p.half, lane);
+  const int s = p.slot[token], t = p.position[token], place = t - c.sinks;
+  const int group = p.q_heads / c.heads;
+  const uint16_t* row = p.k + size_t(token) * (p.q_heads + 2 * c.heads) * kDim;
+  const float *cos = p.cos + size_t(max(t, 0)) * p.half, *sin = p.sin + size_t(max(t, 0)) * p.half;
+  const int sequence = page_head(c, s, head);
+  uint16_t* open = c.k_open + size_t(sequence) * kPage * kDim;
+  const int page = s >= 0 && place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
+  for (int task = warp; task < group + 2; task += kWarps) {
+    if (task == 1) { // the value
+      const uint16_t* v = row + (p.q_heads + c.heads + head) * kDim;
+      if (s < 0) continue;
+      if (place >= 0) {
+        append_values(c, page, head, place % kPage, 1, v, 0, lane);
+      } else {
+        uint16_t* to = c.v_sink + (size_t(sequence) * c.sinks + c.sinks + place) * kDim;
+        for (int d = lane; d < kDim; d += 32) to[d] = v[d];
+      }
+      continue;
     }
-    __syncthreads();
-    for (int n = 0; n < count; ++n) {
-      const uint16_t* open = c.k_open + size_t(page_head(c, s, first + n)) * kPage * kDim;
-      quantize_page(
-          c, page, first + n, [&](int i) { return i < kPage - 1 ? open + i * kDim : newest + n * kDim; }, shared);
-      __syncthreads(); // `shared` is read until here
-    }
-    return;
-  }
-  const int first = (part - c.heads) * kRotated;
-  uint32_t pairs[kRotated][kPairs];
-#pragma unroll
-  for (int n = 0; n < kRotated; ++n) load_pairs(row + min(first + n, heads - 1) * kDim, p.half, lane, pairs[n]);
-#pragma unroll
-  for (int n = 0; n < kRotated; ++n) {
-    const int head = first + n, kv = head - p.q_heads;
-    if (head >= heads || (kv >= 0 && s < 0)) return;
-    Head h = head_of(pairs[n]);
-    norm_head(h, kv < 0 ? p.q_weight : p.k_weight, p.eps, p.half, lane);
+    const bool is_key = task == 0;
+    if (is_key && s < 0) continue;
+    const int which = is_key ? p.q_heads + head : head * group + task - 2;
+    Head h = load_head(row + which * kDim, p.half, lane);
+    norm_head(h, is_key ? p.k_weight : p.q_weight, p.eps, p.half, lane);
     rotate_head(h, cos, sin, p.half, lane);
-    uint16_t* to = kv < 0       ? p.q + (size_t(token) * p.q_heads + head) * kDim
-                   : place < 0 ? c.k_sink + (size_t(page_head(c, s, kv)) * c.sinks + c.sinks + place) * kDim
-                               : c.k_open + (size_t(page_head(c, s, kv)) * kPage + slot) * kDim;
+    uint16_t* to = !is_key    ? p.q + (size_t(token) * p.q_heads + which) * kDim
+                   : place < 0 ? c.k_sink + (size_t(sequence) * c.sinks + c.sinks + place) * kDim
+                               : open + place % kPage * kDim;
     store_head(to, h, p.half, lane);
   }
+  if (s < 0 || place < 0 || place % kPage != kPage - 1) return;
+  __syncthreads();
+  quantize_page(c, page, head, [&](int i) { return open + i * kDim; }, shared);
 }
 
 #else
@@ -331,13 +274,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_qk(const __gr
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (item >= (long long)p.tokens * heads) return;
-  const int token = int(item / heads), head = int(item % heads);
+  const int token = int(item / heads), head = int(item % heads), t = max(p.position[token], 0);
   uint16_t* x = p.q + (size_t(token) * (heads + p.cache.heads) + head) * kDim;
   Head h = load_head(x, p.half, lane);
   norm_head(h, head < p.q_heads ? p.q_weight : p.k_weight, p.eps, p.half, lane);
-  float cos[kPairs], sin[kPairs];
-  load_angles(p, p.position[token], lane, cos, sin);
-  rotate_head(h, cos, sin, p.half, lane);
+  rotate_head(h, p.cos + size_t(t) * p.half, p.sin + size_t(t) * p.half, p.half, lane);
   store_head(x, h, p.half, lane);
 }
 

@@ -21,8 +21,7 @@ ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 HEAD_DIMS = (64, 96, 128, 256)
 PAGES = (32, 64, 128, 256)
 ENTRIES = ("kv4_append", "rope_append", "rope_qk", "kv4_append_chunk", "kv4_append_token")
-HEADS_OF_PAGE_CTA = 4  # kv heads whose page a further cta of kv4_append_token or rope_append quantizes
-ROTATED = 4  # q and k heads of a warp of rope_append
+HEADS_OF_PAGE_CTA = 4  # kv heads whose page a further cta of kv4_append_token quantizes
 
 _CACHE = struct.Struct("<10Q4i")
 _APPEND = struct.Struct("<96s10Q2q4if4x")
@@ -73,14 +72,8 @@ def _check_indices(op: str, tokens: int, *indices: Tensor) -> None:
 
 
 def append_shared_bytes(dim: int, entry: str) -> int:
-    """Dynamic shared memory of a cta: `PageShared` of kv4_quantize.cuh, in rope_append also the newest keys."""
-    return {"rope_qk": 0, "rope_append": (72 + 2 * HEADS_OF_PAGE_CTA) * dim}.get(entry, 72 * dim)
-
-
-def rope_append_ctas(tokens: int, q_heads: int, heads: int, dim: int) -> int:
-    """Ctas of rope_append: warps for heads, then a few ctas a token that quantize its page if it is complete."""
-    warps = heads + -(-(q_heads + heads) // ROTATED)
-    return -(-tokens * warps // (dim // 16)) + tokens * -(-heads // HEADS_OF_PAGE_CTA)
+    """Dynamic shared memory of a cta: `PageShared` of kv4_quantize.cuh."""
+    return 0 if entry == "rope_qk" else 72 * dim
 
 
 def append_defines(element: torch.dtype, dim: int, page: int, entry: str) -> dict[str, int | str]:
@@ -199,8 +192,7 @@ def rope_append_gpu(
         _weight_pointer("rope_append", k_weight, qkv, dim),  # type: ignore[arg-type]
         slot.data_ptr(), position.data_ptr(), 0, 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
     )  # fmt: skip
-    ctas = rope_append_ctas(tokens, q_heads, heads, dim)
-    kernel.launch_on(device, ctas, 2 * dim, (params,), append_shared_bytes(dim, "rope_append"), overlap)
+    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
     return q
 
 

@@ -35,7 +35,6 @@ struct Span {
   int begin, end;       // pages of this chunk
   int chunks;           // of the sequence
   int heads;            // q heads of this cta
-  int sequence, at;     // which of all heads of all sequences, and of all pages the own one
   long long q_row;      // element where they begin
   __device__ __forceinline__ Span() {}
   __device__ __forceinline__ Span(const Params& p, int length, int chunk) {
@@ -106,15 +105,6 @@ __device__ __forceinline__ void attend_pages(const Params& p, Attention& out, Pr
       out.add(score, words, v, exponent);
     }
   }
-}
-
-// What attend_open will read of a tile -> L2, by one lane.
-__device__ __forceinline__ void prefetch_open(const Cache& c, int sequence, int at, int tile, int to) {
-  const int tokens = min(to - tile * kTile, kTile);
-  prefetch_l2(c.k_open + (size_t(sequence) * kPage + tile * kTile) * kDim, tokens * kDim * 2);
-  prefetch_l2(c.v_codes + size_t(at) * kPageBytes + tile * kTileBytes, kTileBytes);
-  prefetch_l2(c.v_scale + size_t(at) * kPage + tile * kTile, 2 * kTile);
-  prefetch_l2(c.v_min + size_t(at) * kPage + tile * kTile, 2 * kTile);
 }
 
 // A tile of the open page: 16-bit keys from k_open, 4-bit values from `page`; slots from `from` up to `to` are read.
@@ -198,28 +188,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   }
   const Span span(p, length, chunk);
   if (chunk >= span.chunks) return;
+  if (threadIdx.x == 0) {
+    shared.span = span;
+    shared.span.heads = heads, shared.span.q_row = q_row;
+  }
   const int* table = c.page_table + size_t(s) * c.table_width;
   const int first = span.begin + (chunk == 0 ? kWarps - 1 - warp : warp);
   Producer<kWarps> producer(c, table, shared_address(shared.ring[warp]), shared_address(shared.params[warp]), head, lane, first,
                     span.end);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) producer.step();
-  int at = 0;
-  if (lane == 0 && chunk == 0 && span.paged > 0) { // its newest token is missing yet, so it is read later
-    const int to = span.paged - span.own * kPage;
-    at = page_head(c, table[span.own], head);
-    for (int tile = max(span.visible - span.own * kPage, 0) / kTile + warp; tile * kTile < to; tile += kWarps)
-      prefetch_open(c, page_head(c, s, head), at, tile, to);
-  }
-  if (threadIdx.x == kThreads - 32 && chunk == 0 && c.sinks > 0) { // by the warp that reads them
-    const size_t sink = size_t(page_head(c, s, head)) * c.sinks * kDim;
-    prefetch_l2(c.k_sink + sink, c.sinks * kDim * 2), prefetch_l2(c.v_sink + sink, c.sinks * kDim * 2);
-  }
-  if (threadIdx.x == 0) {
-    shared.span = span;
-    shared.span.heads = heads, shared.span.q_row = q_row;
-    shared.span.sequence = page_head(c, s, head), shared.span.at = at;
-  }
   wait_for_previous_kernel();
   for (int i = threadIdx.x; i < NT * kPieces * 32; i += kThreads) {
     const int hd = i / (kPieces * 32) * 8 + i % 32 / 4, d = i / 32 % kPieces * 32 + i % 4 * 8;
@@ -232,11 +210,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS) kv4_decode(cons
   attend_pages(p, out, producer, shared, lane_q, first, span.end, span.visible, warp, lane);
   if (chunk == 0) {
     const Span again = shared.span; // registers are short in the loop over pages
-    const int sequence = again.sequence;
+    const int s = p.slot[row], sequence = page_head(c, s, head);
     if (again.paged > 0) {
       const int count = again.paged - again.own * kPage, from = max(again.visible - again.own * kPage, 0);
+      const int at = page_head(c, c.page_table[size_t(s) * c.table_width + again.own], head);
       for (int tile = from / kTile + warp; tile * kTile < count; tile += kWarps)
-        attend_open(p, out, lane_q, sequence, again.at, shared.ring[warp], tile, from, count, lane);
+        attend_open(p, out, lane_q, sequence, at, shared.ring[warp], tile, from, count, lane);
     }
     const uint16_t *k_sink = c.k_sink + size_t(sequence) * c.sinks * kDim, *v_sink = c.v_sink + size_t(sequence) * c.sinks * kDim;
     for (int base = (kWarps - 1 - warp) * kTile; base < again.sinks; base += kWarps * kTile)

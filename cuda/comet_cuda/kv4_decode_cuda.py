@@ -22,6 +22,7 @@ SOURCE = "kv4_decode.cu"
 WARPS = 4  # of a cta
 OPEN_PAGES = 2  # pages of a chunk that the open page stands for
 CTAS_PER_SM = 8  # ctas a multiprocessor that the split aims at
+RESIDENT = 4  # ctas that a multiprocessor holds at head_dim 128
 SHORTEST, LONGEST = 8, 32  # pages of a chunk where there is work enough
 TICKETS = 1 << 20  # counters of unfinished chunks, handed out in turn
 
@@ -60,8 +61,11 @@ def plan_chunk(pairs: int, pages: int, sms: int) -> int:
     """Pages a chunk, for `pairs` sequences times kv heads of up to `pages` complete pages each.
 
     Eight ctas a multiprocessor, but chunks of 8 to 32 pages: shorter ones cost more than they balance, longer ones
-    leave a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones.
+    leave a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones; where whole
+    sequences fill it once, cutting them would only begin a second wave.
     """
+    if (RESIDENT - 1) * sms <= pairs <= RESIDENT * sms:
+        return LONGEST
     if pairs * chunks_of(pages, 2 * WARPS) <= 2 * sms:
         return WARPS
     chunk = -(-pairs * (pages + OPEN_PAGES) // (CTAS_PER_SM * sms))

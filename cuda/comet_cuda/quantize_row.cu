@@ -1,19 +1,17 @@
-// quantize_act with one scale a token, for up to about a thousand tokens on sm_90: a cta takes a token, or one after the
-// other (LOOP), eight lanes a block.
+// quantize_act with one scale a token, for up to about a thousand tokens on sm_90: a cta takes a token, eight lanes a block.
 //
 // quantize_token.cu has the same meaning. What is different here is the way from launch to last store: all that does not
 // depend on the previous kernel (where channels lie, the norm's weights, clips) is read before it ends; rows come in 16
 // bytes; sixteen values a lane need three exchanges where four need five, so that a token of 4,096 channels takes nine
 // warps, two a scheduler; and every thread finds the token's scale alone (token_scale.cuh), without exchanges.
-// A warp's four blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp. A cta that takes
-// several tokens loads the next one's row as soon as registers hold no more of this one's.
+// A warp's four blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp.
 //
 // Slots and channels are those of quantize.cuh: `hadamard_in_registers` takes the start order, stores are in natural
 // order, in which blocks that are not rotated are read.
 //
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
 // OUT 1; MOST_BLOCKS and MOST_EIGHTS, see token_scale.cuh; GATHER (1; 0: channels come in storage order, and
-// FUSE is not 1); LOOP (0: gridDim.x is the number of tokens); THREADS at most, MIN_CTAS.
+// FUSE is not 1); THREADS at most, MIN_CTAS.
 // K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least NB / 4 + 1 warps.
 #include "comet/token_scale.cuh"
 
@@ -25,6 +23,9 @@ static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
 
 __device__ __forceinline__ uint4 load_eight(const void* row, int c, int K) {
   return c < K ? load_once(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + size_t(c) * E::kBytes)) : uint4{};
+}
+__device__ __forceinline__ uint4 constant_eight(const void* row, int c, int K) { // that no kernel writes
+  return c < K ? __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + size_t(c) * E::kBytes)) : uint4{};
 }
 __device__ __forceinline__ uint4 eight_of(const uint32_t (&w)[4]) { return make_uint4(w[0], w[1], w[2], w[3]); }
 
@@ -103,8 +104,7 @@ struct Rows {
 #else // four channels a group, those of its slots
   uint2 a[4], b[4];
 #endif
-  __device__ __forceinline__ void load(const TokenParams& p, Place place, int token) {
-    if (LOOP) { asm volatile("" : "+r"(place.lane), "+r"(place.block)); } // addresses are found anew, not kept in registers
+  __device__ __forceinline__ void load(const TokenParams& p, const Place& place, int token) {
     const char* const x = static_cast<const char*>(p.x) + size_t(token) * (FUSE == 2 ? 2 * p.K : p.K) * E::kBytes;
     [[maybe_unused]] const char* const other =
         FUSE == 2 ? x + size_t(p.K) * E::kBytes : static_cast<const char*>(p.residual) + size_t(token) * p.K * E::kBytes;
@@ -132,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
   extern __shared__ __align__(16) char shared[];
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
   const int pitch = max(p.NB + 3, 32) / 4 * 4; // of a token's ratios
-  float* ratios = reinterpret_cast<float*>(shared);
-  int token = blockIdx.x;
+  float* const ratios = reinterpret_cast<float*>(shared);
+  const int token = blockIdx.x, lane = threadIdx.x % 32;
   const Place place(p);
   Rows rows;
 #if GATHER
@@ -147,122 +147,109 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
   uint4 weights[kPieces];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i)
-    weights[i] = FUSE == 1 ? load_eight(p.norm_weight, 8 * (threadIdx.x + i * blockDim.x), p.K) : uint4{};
+    weights[i] = FUSE == 1 ? constant_eight(p.norm_weight, 8 * (threadIdx.x + i * blockDim.x), p.K) : uint4{};
   const float per_channel = __fdividef(1.f, float(p.K));
 #endif
   wait_for_previous_kernel();
   rows.load(p, place, token);
-  for (;;) {
-    const int next = token + gridDim.x;
-    const bool more = LOOP && next < p.M;
-    int lane = threadIdx.x % 32;
-    if (LOOP) { asm volatile("" : "+r"(lane)); } // and so are signs and factors
-    float v[kSlots];
+  float v[kSlots];
 #if GATHER
-    float squares = 0.f, inverse = 1.f;
+  float squares = 0.f, inverse = 1.f;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int c = 8 * (threadIdx.x + i * blockDim.x);
-      uint32_t w[4] = {rows.a[i].x, rows.a[i].y, rows.a[i].z, rows.a[i].w};
-      if (FUSE == 2 || (FUSE == 1 && p.residual)) {
+  for (int i = 0; i < kPieces; ++i) {
+    const int c = 8 * (threadIdx.x + i * blockDim.x);
+    uint32_t w[4] = {rows.a[i].x, rows.a[i].y, rows.a[i].z, rows.a[i].w};
+    if (FUSE == 2 || (FUSE == 1 && p.residual)) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = combined(w[j], part(rows.b[i], j));
-      }
-      if (FUSE == 1) {
+      for (int j = 0; j < 4; ++j) w[j] = combined(w[j], part(rows.b[i], j));
+    }
+    if (FUSE == 1) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float low = E::half_to_float(w[j], 0), high = E::half_to_float(w[j], 1);
-          squares = fmaf(high, high, fmaf(low, low, squares));
-        }
-      }
-      if (c >= p.NB * kBlock) continue; // zeros up to there
-      if constexpr (FUSE == 1) {
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          const uint32_t u0 = part(weights[i], j), u1 = part(weights[i], j + 1);
-          *reinterpret_cast<uint4*>(row + c + 2 * j) =
-              make_uint4(__byte_perm(w[j], u0, 0x5410), __byte_perm(w[j], u0, 0x7632), __byte_perm(w[j + 1], u1, 0x5410),
-                         __byte_perm(w[j + 1], u1, 0x7632));
-        }
-        if (p.residual && c < p.K)
-          *reinterpret_cast<uint4*>(static_cast<char*>(p.residual_out) + (size_t(token) * p.K + c) * E::kBytes) = eight_of(w);
-      } else {
-        *reinterpret_cast<uint4*>(row + c) = eight_of(w);
+      for (int j = 0; j < 4; ++j) {
+        const float low = E::half_to_float(w[j], 0), high = E::half_to_float(w[j], 1);
+        squares = fmaf(high, high, fmaf(low, low, squares));
       }
     }
-    if (more) rows.load(p, place, next);
+    if (c >= p.NB * kBlock) continue; // zeros up to there
     if constexpr (FUSE == 1) {
-      __shared__ __align__(16) float partial[32];
 #pragma unroll
-      for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(kWarp, squares, d);
-      if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-      if (threadIdx.x >= blockDim.x / 32 && threadIdx.x < 32) partial[threadIdx.x] = 0.f;
-      __syncthreads();
-      float sums[4] = {};
-#pragma unroll
-      for (int i = 0; i < THREADS / 32; i += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(partial + i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[j] += __uint_as_float(part(four, j));
+      for (int j = 0; j < 4; j += 2) {
+        const uint32_t u0 = part(weights[i], j), u1 = part(weights[i], j + 1);
+        *reinterpret_cast<uint4*>(row + c + 2 * j) =
+            make_uint4(__byte_perm(w[j], u0, 0x5410), __byte_perm(w[j], u0, 0x7632), __byte_perm(w[j + 1], u1, 0x5410),
+                       __byte_perm(w[j + 1], u1, 0x7632));
       }
-      inverse = rsqrtf(((sums[0] + sums[1]) + (sums[2] + sums[3])) * per_channel + p.eps);
+      if (p.residual && c < p.K)
+        *reinterpret_cast<uint4*>(static_cast<char*>(p.residual_out) + (size_t(token) * p.K + c) * E::kBytes) = eight_of(w);
     } else {
-      __syncthreads();
+      *reinterpret_cast<uint4*>(row + c) = eight_of(w);
     }
-    float scaling[FUSE == 1 ? kSlots : 1];
+  }
+  if constexpr (FUSE == 1) {
+    __shared__ __align__(16) float partial[32];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      const int at[4] = {index[q].x, index[q].y, index[q].z, index[q].w};
+    for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(kWarp, squares, d);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
+    if (threadIdx.x >= blockDim.x / 32 && threadIdx.x < 32) partial[threadIdx.x] = 0.f;
+    __syncthreads();
+    float sums[4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t cell = row[at[i]];
-        v[4 * q + i] = E::half_to_float(cell, 0);
-        if (FUSE == 1) scaling[FUSE == 1 ? 4 * q + i : 0] = E::half_to_float(cell, 1);
-      }
+    for (int i = 0; i < THREADS / 32; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(partial + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[j] += __uint_as_float(part(four, j));
     }
-    if constexpr (FUSE == 1) {
+    inverse = rsqrtf(((sums[0] + sums[1]) + (sums[2] + sums[3])) * per_channel + p.eps);
+  } else {
+    __syncthreads();
+  }
+  float scaling[FUSE == 1 ? kSlots : 1];
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) v[i] = __fmul_rn(v[i], inverse);
-      round_all(v);
+  for (int q = 0; q < 4; ++q) {
+    const int at[4] = {index[q].x, index[q].y, index[q].z, index[q].w};
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) v[i] = __fmul_rn(scaling[i], v[i]);
-      round_all(v);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t cell = row[at[i]];
+      v[4 * q + i] = E::half_to_float(cell, 0);
+      if (FUSE == 1) scaling[FUSE == 1 ? 4 * q + i : 0] = E::half_to_float(cell, 1);
     }
+  }
+  if constexpr (FUSE == 1) {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) v[i] = __fmul_rn(v[i], inverse);
+    round_all(v);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) v[i] = __fmul_rn(scaling[i], v[i]);
+    round_all(v);
+  }
 #else
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
+  for (int q = 0; q < 4; ++q) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t two = FUSE == 2 ? combined(part(rows.a[q], j), part(rows.b[q], j)) : part(rows.a[q], j);
-        v[4 * q + 2 * j] = E::half_to_float(two, 0), v[4 * q + 2 * j + 1] = E::half_to_float(two, 1);
-      }
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t two = FUSE == 2 ? combined(part(rows.a[q], j), part(rows.b[q], j)) : part(rows.a[q], j);
+      v[4 * q + 2 * j] = E::half_to_float(two, 0), v[4 * q + 2 * j + 1] = E::half_to_float(two, 1);
     }
-    if (more) rows.load(p, place, next);
+  }
 #endif
 
-    if (place.start_order) hadamard_in_registers(v, lane);
-    int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
+  if (place.start_order) hadamard_in_registers(v, lane);
+  int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
 #pragma unroll
-    for (int i = 0; i < kSlots; i += 4)
-      most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
-                 __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
-    float largest = block_max(__int_as_float(most), 1);
-    if (place.start_order) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
-    const float ratio = __fmul_rn(largest, place.per_absmax);
-    if (place.exists && place.lane == 0) ratios[place.block] = ratio;
-    __syncthreads(); // with a gather the staged row, too, has been read
-    const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
-    if (place.is_int4)
-      store<true>(p, place, scales, ratios, ratio, token, lane, v);
-    else
-      store<false>(p, place, scales, ratios, ratio, token, lane, v);
-    if (threadIdx.x == 0) p.scale[token] = scales.scale;
-    const int padding = token + 1 + int(threadIdx.x); // tokens that fill the last atom: any finite scale
-    if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
-    if (!more) return;
-    token = next;
-#if !GATHER // nothing else keeps a quick warp from the ratios that a slow one still reads
-    ratios = reinterpret_cast<float*>(shared) + (ratios == reinterpret_cast<float*>(shared) ? pitch : 0);
-#endif
-  }
+  for (int i = 0; i < kSlots; i += 4)
+    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
+               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
+  float largest = block_max(__int_as_float(most), 1);
+  if (place.start_order) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
+  const float ratio = __fmul_rn(largest, place.per_absmax);
+  if (place.exists && place.lane == 0) ratios[place.block] = ratio;
+  __syncthreads(); // with a gather the staged row, too, has been read
+  const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
+  if (place.is_int4)
+    store<true>(p, place, scales, ratios, ratio, token, lane, v);
+  else
+    store<false>(p, place, scales, ratios, ratio, token, lane, v);
+  if (threadIdx.x == 0) p.scale[token] = scales.scale;
+  const int padding = token + 1 + int(threadIdx.x); // tokens that fill the last atom: any finite scale
+  if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
 }

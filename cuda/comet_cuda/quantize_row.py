@@ -3,7 +3,7 @@
 The decision made here is how many ctas (a token each, eight lanes a block) a multiprocessor has, by the shared memory
 that they ask for: as many as the tokens need and no more. Where there is room for another one, ctas of the next launch
 lie in wait in it, and those of one launch crowd on few multiprocessors while others idle (measured on an H200,
-results/LOG.md). Where one cta fills a multiprocessor, it stays and takes one token after the other.
+results/LOG.md).
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ SOURCE = "quantize_row.cu"
 BLOCKS = 4  # of a warp
 MOST_CTAS = {10: 3, 18: 2, 32: 1}  # warps a cta at most: ctas that a multiprocessor's registers allow
 EIGHTS = {10: (8, 32), 18: (16, 32), 32: (32,)}  # by the same: INT8 blocks at most, whose scales every thread adds
-CLUSTER_BLOCKS, CLUSTER_CTAS = 64, 4  # without a gather, more blocks are shared by a cluster if it has so many ctas
+CLUSTER_BLOCKS, CLUSTER_CTAS = 64, 8  # without a gather, more blocks are shared by a cluster if it has so many ctas
 RESERVED = 1024  # bytes of shared memory that a cta takes beside those asked for
-_MOST_TOKENS = 512  # from here on other kernels take them
+MOST_TOKENS, MOST_NORM_TOKENS = 511, 1024  # beyond, other kernels take them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,7 @@ class RowPlan:
     warps: int  # of a cta
     size: int  # the same, as in MOST_CTAS
     ctas: int  # on a multiprocessor
-    tokens: int  # that are under way at once: ctas
-    loop: bool  # a cta takes several tokens
+    tokens: int
     used: int  # bytes of shared memory
     shared_bytes: int  # that are asked for
     eights: int  # INT8 blocks at most
@@ -42,7 +41,7 @@ class RowPlan:
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1,
             "HADAMARD": int(hadamard), "FUSE": FUSES.index(fuse), "GATHER": int(gather or fuse == "rms_norm"),
-            "MOST_BLOCKS": BLOCKS * self.size, "MOST_EIGHTS": self.eights, "LOOP": int(self.loop),
+            "MOST_BLOCKS": BLOCKS * self.size, "MOST_EIGHTS": self.eights,
             "THREADS": WARP * self.size, "MIN_CTAS": 1 if self.ctas == 1 else MOST_CTAS[self.size],
         }  # fmt: skip
 
@@ -50,7 +49,6 @@ class RowPlan:
 def plan_row(
     rows: int,
     channels: int,
-    hadamard: bool,
     fuse: str,
     gathered: bool,
     int8_blocks: int,
@@ -60,24 +58,24 @@ def plan_row(
     """The plan for x [rows, channels] whose rows are aligned to 16 bytes, or None: another kernel takes it.
 
     Args:
-        hadamard: INT4 blocks are rotated. fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
+        fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
         sms: multiprocessors of the GPU. shared_limit: bytes that a cta may have.
     """
     blocks, gather = num_blocks(channels), gathered or fuse == "rms_norm"
     warps = -(-blocks // BLOCKS) + 1  # INT4 blocks begin with a new one
     size = next((size for size in MOST_CTAS if warps <= size), None)
-    if size is None or channels % 8 or rows >= _MOST_TOKENS or (fuse == "silu_mul" and gather):
+    most = MOST_NORM_TOKENS if fuse == "rms_norm" else MOST_TOKENS
+    if size is None or channels % 8 or rows > most or (fuse == "silu_mul" and gather):
         return None
     eights = next((most for most in EIGHTS[size] if int8_blocks <= most), None)
     in_clusters = not gather and blocks > CLUSTER_BLOCKS and CLUSTER_CTAS * rows <= sms
     ctas = min(-(-rows // sms), MOST_CTAS[size])
-    loop = ctas == MOST_CTAS[size] == 1 and rows > sms
-    if eights is None or in_clusters or (loop and (gather or not hadamard)):  # such a loop would spill
+    if eights is None or in_clusters or (MOST_CTAS[size] == 1 and rows > sms):  # a second wave of such ctas loses
         return None
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
-    used = (2 if loop else 1) * 4 * ratios_pitch(blocks) + (blocks * BLOCK * cell if gather else 0)
+    used = 4 * ratios_pitch(blocks) + (blocks * BLOCK * cell if gather else 0)
     least = (shared_limit + RESERVED) // (ctas + 1)  # of so many, one more does not fit
-    return RowPlan(warps, size, ctas, min(rows, sms) if loop else rows, loop, used, max(used, least), eights)
+    return RowPlan(warps, size, ctas, rows, used, max(used, least), eights)
 
 
 def ratios_pitch(blocks: int) -> int:
@@ -90,9 +88,9 @@ def configurations(family: str) -> list[Configuration]:
     if family != "sm_90":
         return []
     plans = [
-        RowPlan(size, size, ctas, 1, loop, 0, 0, eights)
+        RowPlan(size, size, ctas, 1, 0, 0, eights)
         for size, most in MOST_CTAS.items()
-        for ctas, loop in sorted({(1, False), (most, most == 1)})
+        for ctas in sorted({1, most})
         for eights in EIGHTS[size]
     ]
     forms = [("none", True), ("none", False), ("rms_norm", True), ("silu_mul", False)]
@@ -100,8 +98,6 @@ def configurations(family: str) -> list[Configuration]:
         Configuration(SOURCE, plan.defines(dtype, hadamard, fuse, gather), OPTIONS)
         for plan in plans
         for fuse, gather in forms
-        if not (plan.loop and gather)
         for dtype in ELEMENTS
         for hadamard in (False, True)
-        if hadamard or not plan.loop
     ]

@@ -75,7 +75,7 @@ def _bind(
         return kernel.load(device).bind(ctas, WARP * warps, WORDS, shared_bytes, overlap)
 
     if hopper and aligned == 0:
-        row = quantize_row.plan_row(rows, channels, hadamard, fuse, gathered, int8_blocks, sms, limit)
+        row = quantize_row.plan_row(rows, channels, fuse, gathered, int8_blocks, sms, limit)
         if row is not None:
             defines = row.defines(dtype, hadamard, fuse, gathered)
             bound = bind(quantize_row.SOURCE, defines, (row.tokens, 1), row.warps, row.shared_bytes)

@@ -94,6 +94,7 @@ inline u32 __reduce_max_sync(u32, u32 v) { const u32* o = emu::exchange(v); u32 
 inline u32 __reduce_add_sync(u32, u32 v) { const u32* o = emu::exchange(v); u32 r = 0; for (int i = 0; i < 32; ++i) r += o[i]; return r; }
 inline int4 __ldg(const int4* p) { return *p; }
 inline float __ldg(const float* p) { return *p; }
+inline uint4 __ldg(const uint4* p) { return *p; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }

@@ -111,17 +111,40 @@ def test_the_portable_path_uses_int8_tensor_cores_only(tmp_path: Path) -> None:
     assert len(re.findall(r"\bIMMA\.16832\.U8\.S8\b", code)) == 2 * 4 * 4
 
 
-def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
-    import subprocess
+@pytest.mark.parametrize(
+    ("module", "fuses"), [("quantize_row", "012"), ("quantize_few", "02"), ("quantize_token_plan", "02")]
+)
+def test_no_activation_is_read_before_the_previous_kernel_has_ended(module: str, fuses: str, tmp_path: Path) -> None:
+    """Read-only loads (ld.global.nc) were moved up over the wait once: a decode step read what was not there yet.
+    The norm of the two others reads its weights before, by the same instruction as x."""
+    import importlib
 
+    found = importlib.import_module(f"comet_cuda.{module}").configurations("sm_90")
+    for fuse in fuses:
+        mine = [one for one in found if str(one.defines["FUSE"]) == fuse]
+        for one in mine[:: len(mine) // 2]:
+            code = disassembled(one, "sm_90a", tmp_path)
+            reads = [
+                at.start() for at in re.finditer(r"\bLDG\.E\.NA\b", code)
+            ]  # no_allocate: x, and what is added to it
+            assert reads and min(reads) > code.index("ACQBULK"), one
+
+
+def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
     import torch
 
     from comet_cuda.w4ax_gemm_sm80 import SOURCE, kernel_defines
+
+    return disassembled(Configuration(SOURCE, kernel_defines(tokens, True, torch.bfloat16, portable)), arch, folder)
+
+
+def disassembled(configuration: Configuration, arch: str, folder: Path) -> str:
+    import subprocess
 
     nvidia = pytest.importorskip("nvidia", reason="needs pip install nvidia-cuda-nvdisasm")
     tools = [tool for root in nvidia.__path__ for tool in Path(root).glob("*/bin/nvdisasm")]
     if not tools:
         pytest.skip("needs pip install nvidia-cuda-nvdisasm")
     cubin = folder / "kernel.cubin"
-    cubin.write_bytes(Configuration(SOURCE, kernel_defines(tokens, True, torch.bfloat16, portable)).compile(arch).code)
+    cubin.write_bytes(configuration.compile(arch).code)
     return subprocess.run([str(tools[0]), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout

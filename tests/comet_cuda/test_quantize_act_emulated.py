@@ -41,7 +41,7 @@ PTX = (  # statement of the kernel -> what it means
     ),
     (r'asm\("ex2\.approx.*?"f"\((.*?)\)\);', r"power = exp2f(\1);"),
     (r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(inverse\).*?\);', "inverse = emu::reciprocal(1.f + power);"),
-    (r'asm volatile\("ld\.global\.nc\.L1::no_allocate\.v\d.*?"l"\(p\)\);', "v = *p;"),
+    (r'asm volatile\("ld\.global\.L1::no_allocate\.v\d.*?"l"\(p\)\s*: "memory"\);', "v = *p;"),
     (r'asm\("dp2a\.lo.*?\);', "x += two & 0xFFFFu;"),
     (r'asm volatile\("st\.global\.v2.*?\);', "((uint32_t*)p)[0] = low, ((uint32_t*)p)[1] = high;"),
     (r'asm volatile\("st\.global\.u32.*?\);', "*(uint32_t*)p = data;"),

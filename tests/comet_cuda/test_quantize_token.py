@@ -170,7 +170,7 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     shared_bytes = plan.shared_bytes
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, LIMIT, hadamard)
-    few = quantize_row.plan_row(rows, channels, hadamard, fuse, gathered, eights, sms, LIMIT)
+    few = quantize_row.plan_row(rows, channels, fuse, gathered, eights, sms, LIMIT)
     assert few is not None or not how.get("row")
     if many is not None:
         defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, eights, many.wide)
@@ -222,8 +222,7 @@ def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: i
             assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
 
 
-# The last one takes its tokens in a loop, where there is no gather.
-ROWS = [(9, 1408, 132), (2, 584, 132), (5, 8712, 2)]
+ROWS = [(9, 1408, 132), (2, 584, 132), (5, 8712, 5)]
 
 
 @emulation
@@ -244,32 +243,31 @@ def test_fused_forms_for_few_tokens_equal_the_reference(build) -> None:  # type:
     fused_equal(build, 9, 1152, gathered=False, sms=132, row=True)
     x, arguments = problem(5, 8712, torch.float16, "mixed", gathered=False, hadamard=True)
     gate_up = exact_silu(x.clamp(-900, 900))
-    got = emulate(build, gate_up, arguments, "silu_mul", sms=2, row=True)  # in a loop
+    got = emulate(build, gate_up, arguments, "silu_mul", sms=5, row=True)
     assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), 5, arguments[1])
 
 
 def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
     for rows, channels, fuse in itertools.product(
-        (1, 33, 34, 132, 133, 256, 264, 265, 400, 511), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
+        (1, 16, 17, 132, 133, 256, 264, 265, 400, 511, 512), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
     ):
         gathered = fuse == "none" and channels % 3 != 0
         eights = round(0.16 * num_blocks(channels))
-        plan = quantize_row.plan_row(rows, channels, True, fuse, gathered, eights, 132, LIMIT)
+        plan = quantize_row.plan_row(rows, channels, fuse, gathered, eights, 132, LIMIT)
         wide, whole = channels == 14336, gathered or fuse == "rms_norm"
-        if wide and ((whole and rows > 132) or (not whole and rows <= 33)):
+        if (wide and (rows > 132 or (not whole and rows <= 16))) or (rows == 512 and fuse != "rms_norm"):
             assert plan is None
             continue
         assert plan is not None and plan.warps >= num_blocks(channels) / 4 and plan.eights >= eights
         assert plan.defines(torch.float16, True, fuse, gathered) in ROW_FORMS
         fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
         assert fit == plan.ctas == min(-(-rows // 132), 1 if wide else 2 if channels == 8192 else 3)
-        assert plan.used <= plan.shared_bytes and plan.loop == (wide and rows > 132)
-        assert plan.tokens == (min(rows, 132) if plan.loop else rows)
+        assert plan.used <= plan.shared_bytes and plan.tokens == rows
         assert plan.ctas * 32 * plan.warps <= 2048
     for refused in (
-        (512, 4096, True, "none", True, 5), (1, 4100, True, "none", True, 5), (1, 15888, True, "none", True, 5),
-        (1, 4096, True, "none", True, 33), (133, 14336, False, "silu_mul", False, 5),
-        (1, 4096, True, "silu_mul", True, 5),
+        (512, 4096, "none", True, 5), (1, 4100, "none", True, 5), (1, 15888, "none", True, 5),
+        (1, 4096, "none", True, 33), (133, 14336, "silu_mul", False, 5), (1, 4096, "silu_mul", True, 5),
+        (1025, 4096, "rms_norm", True, 5),
     ):  # fmt: skip
         assert quantize_row.plan_row(*refused, 132, LIMIT) is None
 

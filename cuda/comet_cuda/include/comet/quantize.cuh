@@ -72,18 +72,21 @@ struct Float16 {
   }
 };
 
-// ---- loads and stores of 8 and 16 bytes; x is read once, so it does not displace the permutation in the caches
+// ---- loads and stores of 8 and 16 bytes; x is read once, so it does not displace the permutation in the caches. Not by
+// ld.global.nc: the previous kernel writes x while this one is there already, and the assembler moves such loads up to
+// before the wait for it.
 
 __device__ __forceinline__ uint2 load_once(const uint2* p) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ uint4 load_once(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
+               : "l"(p)
+               : "memory");
   return v;
 }
 
