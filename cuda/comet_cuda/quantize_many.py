@@ -19,7 +19,8 @@ ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 FUSES = ("none", "rms_norm", "silu_mul")
 FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
 BESIDE = {1: 2048, TOKEN: 1024 + 256 + 128}  # bytes of shared memory a cta takes beside those asked for, by share
-FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 1025, "silu_mul": 133}  # that quantize_row leaves to it
+FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 1025, "silu_mul": 133}  # that quantize_row leaves to it;
+FEWEST_OF_WIDE, WIDE_BLOCKS = 133, 69  # so, too, of rows so wide that one cta fills a multiprocessor there
 BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta; it has one more than blocks need
 FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel is about as fast
@@ -90,10 +91,12 @@ def plan_many(
     """
     norm, token = fuse == "rms_norm", share == TOKEN
     whole = norm or token
+    blocks = num_blocks(channels)
     fewest = (FEWEST_TOKENS_TOKEN if token else FEWEST_TOKENS)[fuse]
+    if token and not norm and blocks >= WIDE_BLOCKS:
+        fewest = FEWEST_OF_WIDE
     if dtype not in ELEMENTS or layout != "sm_90" or share not in (1, TOKEN) or channels % 8 or rows < fewest:
         return None
-    blocks = num_blocks(channels)
     needed = -(-blocks // BLOCKS)  # warps a token
     wide = token and needed >= MOST_WARPS
     if wide and (norm or spills_where_wide(dtype, hadamard, fuse, gathered)):
