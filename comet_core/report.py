@@ -48,9 +48,10 @@ class Picture:
 
 
 def find_records(run: Path, extra: Sequence[Path] = ()) -> list[Record]:
-    """Records of the run folder, of the folder that holds it, and of `extra` files or folders."""
+    """Records of the run folder, of the folder that holds it, and of `extra` files or folders; each file once."""
     places = [file for folder in (run, run.parent) for file in sorted(folder.glob("*.jsonl"))]
-    return [record for place in [*places, *extra] for record in read(place)]
+    once = {place.resolve(): place for place in [*places, *extra]}
+    return [record for place in once.values() for record in read(place)]
 
 
 def write_report(run: Path, out: Path, records: Sequence[Record], tables: Path | None = None) -> Path:

@@ -35,7 +35,8 @@ def report(
     page = out or home / "report.html"
     options.check_writable(page, "--out")
     options.check_writable(tables or page, "--tables", folder=tables is not None)
-    found = find_records(home, records or ())
+    kept = runs.RUNS / "eval.jsonl"  # where `comet eval` keeps records, wherever the packed folder lies
+    found = find_records(home, [*([kept] if kept.is_file() else []), *(records or ())])
     if dry_run:
         check(home, page, found, tables, json=json)
         return

@@ -1,6 +1,7 @@
 """The road a user takes, on a model of two narrow layers: pack (which calibrates first), eval as typed, once more."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def test_pack_calibrates_first_and_eval_finds_the_result(folder: Path, monkeypat
     assert text["kind"] == "text" and text["prompt"] == "the cat"
     kept = [json.loads(line) for line in (folder / "runs/eval.jsonl").read_text().splitlines()]
     assert kept == records
+
+    shutil.copytree("runs/tiny-w4a4kv4/packed", "far/away/packed")
+    for run in ("runs/tiny-w4a4kv4", "far/away"):
+        found = json.loads(comet("report", run, "--dry-run", "--json")[0])
+        assert found["records"] == f"{len(records)} found, {len(records)} of this model"
 
     out, _ = comet("eval", *measure)
     assert "w4a4kv4" in out and "fp16" in out and "protocol: data: " in out
