@@ -132,6 +132,8 @@ else:
     pack(cut(0), home / "calibration", None, home / "packed", device="cpu", progress=silent)
     files = [file for name in ("calibration", "map.png", "packed") for file in [home / name, *(home / name).rglob("*")]]
     disk = sum(file.stat().st_size for file in files if file.is_file())
+    if recipe.tuning.epochs:  # the draft that it was tuned from is gone
+        disk += sum(file.stat().st_size for file in (home / "packed").iterdir())
     print(json.dumps([time.perf_counter() - start, peak_memory() - held, disk]))
 """
 
