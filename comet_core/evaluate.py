@@ -232,7 +232,7 @@ def evaluate_perplexity(
     if plan.beside is not None:
         records.append(own | {"metric": "kl", "value": scores.kl / scores.tokens})
         records.append(own | {"metric": "top1", "value": scores.agree / scores.tokens})
-        sixteen = replace(sixteen_subject(plan.beside, None), note=subject.note)
+        sixteen = replace(sixteen_subject(plan.beside, subject.tokenizer), note=subject.note)
         records.append(
             shared
             | {

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comet_core.gguf_tokenizer import check_saved_bos, gguf_tokenizer
 from comet_core.model_cache import file_sha256
 from comet_cuda.errors import CometError
 from comet_cuda.folders import cache_dir
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ORIGIN_FILE = "comet_origin.json"  # what the folder was made from
-FORMAT_VERSION = 1  # of the converted folder; a new one is converted again
+FORMAT_VERSION = 2  # of the converted folder; 2: the tokenizer is what the file says, whatever transformers reads it
 
 
 def gguf_to_folder(path: Path) -> Path:
@@ -87,9 +88,7 @@ def _convert(path: Path, folder: Path) -> None:
         with _header_read_once():
             scheme = _scheme(path)
             model = _load(path)
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer, wants_bos = gguf_tokenizer(path)
     except CometError:
         raise
     except Exception as error:  # the readers raise many kinds on damaged or unknown files
@@ -101,6 +100,8 @@ def _convert(path: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder, max_shard_size="2GB")
     tokenizer.save_pretrained(folder)
+    if wants_bos is not None:
+        check_saved_bos(path, folder, wants_bos)
     bits = re.search(r"Q(\d)", scheme)
     note = f"dequantized from a {bits[1]}-bit GGUF file ({scheme})" if bits else ""
     origin: dict[str, Any] = {"file": path.name, "sha256": file_sha256(path), "scheme": scheme, "note": note}

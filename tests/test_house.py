@@ -14,8 +14,8 @@ LAYERS = {
 }  # may import itself and those before
 ORDER = (  # inside comet_core: each file may import only those before it
     "progress", "host_memory", "whole_files", "provenance", "results", "recipe_rules", "recipe", "model_cache",
-    "safetensors_files", "experts", "weight_reader", "quantized_source", "gguf_folder", "model_source", "text_files",
-    "corpus", "hidden", "kv_cache", "decoder", "lanes", "layer_check", "layer_times",
+    "safetensors_files", "experts", "weight_reader", "quantized_source", "gguf_tokenizer", "gguf_folder",
+    "model_source", "text_files", "corpus", "hidden", "kv_cache", "decoder", "lanes", "layer_check", "layer_times",
     "observe", "outliers", "plan", "edited_source", "folding", "smooth", "rotate",
     "rotate_model", "learned_clip", "transform", "calibration", "calibrate", "replay", "quantize", "descent", "linear",
     "moments", "windows", "quantize_group", "shards", "packed", "inspection", "model_card", "ledger", "scores", "tune",

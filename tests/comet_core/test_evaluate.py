@@ -116,6 +116,19 @@ def test_a_packed_model_is_also_measured_with_a_16_bit_cache(tiny: Any) -> None:
     assert plain["protocol"]["kv"] == "16-bit" and plain["recipe"] == packed["recipe"]
 
 
+def test_both_models_are_said_to_read_the_same_bos(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comet_core import evaluate
+
+    tokenizer = evaluate._tokenizer(tiny.packed)
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.add_bos_token = True
+    monkeypatch.setattr(evaluate, "_tokenizer", lambda folder: tokenizer)
+    how: Any = {"data": str(tiny.source.folder / "text.txt"), "windows": 2, "seq_len": 100, "compare": True}
+    records = evaluate_perplexity(tiny.packed, **how, device="cpu", dtype="float32", progress=SilentProgress())
+    assert {record["recipe"] for record in records} > {"fp16"}
+    assert {record["protocol"]["bos"] for record in records} == {"each window starts with it"}
+
+
 @pytest.mark.parametrize("cache", ["", "ownkv4"])
 def test_the_comparison_with_vllm_scores_the_same(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str

@@ -132,7 +132,9 @@ class Campaign:
             return content(folder)
 
         def converted(folder: Path) -> Any:
-            return content(next((f for f in folder.glob("*-v1")), folder / "none"))
+            from comet_core.gguf_folder import FORMAT_VERSION
+
+            return content(next((f for f in folder.glob(f"*-v{FORMAT_VERSION}")), folder / "none"))
 
         self.gguf(make / "tiny.gguf")
         letters = make / "letters.txt"
