@@ -62,7 +62,7 @@ def plan_chunk(pairs: int, pages: int, sms: int) -> int:
 
     Eight ctas a multiprocessor, but chunks of 8 to 32 pages: shorter ones cost more than they balance, longer ones
     leave a tail (measured on an H200). A batch that would leave the GPU half empty takes shorter ones; where whole
-    sequences fill it once, cutting them would only begin a second wave.
+    sequences fill it once, cutting them would only begin a second wave (head_dim 128; others were not measured).
     """
     if (RESIDENT - 1) * sms <= pairs <= RESIDENT * sms:
         return LONGEST

@@ -31,7 +31,6 @@ class RowPlan:
     warps: int  # of a cta
     size: int  # the same, as in MOST_CTAS
     ctas: int  # on a multiprocessor
-    tokens: int
     used: int  # bytes of shared memory
     shared_bytes: int  # that are asked for
     eights: int  # INT8 blocks at most
@@ -75,7 +74,7 @@ def plan_row(
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
     used = 4 * ratios_pitch(blocks) + (blocks * BLOCK * cell if gather else 0)
     least = (shared_limit + RESERVED) // (ctas + 1)  # of so many, one more does not fit
-    return RowPlan(warps, size, ctas, rows, used, max(used, least), eights)
+    return RowPlan(warps, size, ctas, used, max(used, least), eights)
 
 
 def ratios_pitch(blocks: int) -> int:
@@ -88,7 +87,7 @@ def configurations(family: str) -> list[Configuration]:
     if family != "sm_90":
         return []
     plans = [
-        RowPlan(size, size, ctas, 1, 0, 0, eights)
+        RowPlan(size, size, ctas, 0, 0, eights)
         for size, most in MOST_CTAS.items()
         for ctas in sorted({1, most})
         for eights in EIGHTS[size]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append
 from comet_cuda.kv4_decode import kv4_decode
+from comet_cuda.kv4_decode_cuda import LONGEST, chunks_of, plan_chunk
 from comet_cuda.kv4_prefill import kv4_prefill
 from comet_cuda.rope import rope_append, rope_qk_, split_heads
 
@@ -94,3 +95,10 @@ def test_rope_rotates_pairs_by_their_angle(rotary: int, norm: bool) -> None:
     rope_qk_(again, angle.cos(), angle.sin(), ints(0, 0), Q_HEADS, HEADS, weight, weight)
     assert torch.equal(out, split_heads(again, Q_HEADS, HEADS)[0])
     assert torch.equal(cache.k_open[:, :, 0], split_heads(again, Q_HEADS, HEADS)[1])
+
+
+def test_whole_sequences_that_fill_a_gpu_once_are_not_cut() -> None:
+    long = 12 * LONGEST
+    assert {plan_chunk(pairs, long, 132) for pairs in (396, 512, 528)} == {LONGEST}
+    assert chunks_of(9, plan_chunk(512, 9, 132)) == 1  # 64 sequences of 8 kv heads, 1,281 tokens in pages of 128
+    assert plan_chunk(395, 9, 132) < LONGEST and plan_chunk(529, 9, 132) < LONGEST

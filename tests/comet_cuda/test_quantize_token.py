@@ -177,7 +177,7 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
         threads, ctas, entry, shared_bytes = 32 * many.warps, 2, "quantize_many", many.shared_bytes
     elif few is not None and how.get("row"):
         defines = few.defines(x.dtype, hadamard, fuse, gathered)
-        threads, ctas, entry, shared_bytes = 32 * few.warps, few.tokens, "quantize_row", few.used
+        threads, ctas, entry, shared_bytes = 32 * few.warps, rows, "quantize_row", few.used
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -262,7 +262,7 @@ def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
         assert plan.defines(torch.float16, True, fuse, gathered) in ROW_FORMS
         fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
         assert fit == plan.ctas == min(-(-rows // 132), 1 if wide else 2 if channels == 8192 else 3)
-        assert plan.used <= plan.shared_bytes and plan.tokens == rows
+        assert plan.used <= plan.shared_bytes
         assert plan.ctas * 32 * plan.warps <= 2048
     for refused in (
         (512, 4096, "none", True, 5), (1, 4100, "none", True, 5), (1, 15888, "none", True, 5),
@@ -270,6 +270,16 @@ def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
         (1025, 4096, "rms_norm", True, 5),
     ):  # fmt: skip
         assert quantize_row.plan_row(*refused, 132, LIMIT) is None
+
+
+def test_wide_rows_that_few_tokens_leave_go_to_the_kernel_of_many() -> None:
+    for rows, channels in itertools.product((133, 256, 511), (8712, 14336, 28672)):
+        for fuse, gathered in (("none", True), ("none", False), ("silu_mul", False)):
+            eights = round(0.16 * num_blocks(channels))
+            assert quantize_row.plan_row(rows, channels, fuse, gathered, eights, 132, LIMIT) is None
+            many = (torch.bfloat16, fuse, "sm_90", 0, gathered, 132, LIMIT)
+            assert quantize_many.plan_many(rows, channels, *many) is not None
+            assert quantize_many.plan_many(132, channels, *many) is None
 
 
 ROW_FORMS = [dict(one.defines) for one in quantize_row.configurations("sm_90")]
