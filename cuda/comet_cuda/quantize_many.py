@@ -20,10 +20,7 @@ FUSES = ("none", "rms_norm", "silu_mul")
 FEWEST_TOKENS = {"none": 512, "rms_norm": 1024, "silu_mul": 256}
 BESIDE = {1: 2048, TOKEN: 1024 + 256 + 128}  # bytes of shared memory a cta takes beside those asked for, by share
 FEWEST_TOKENS_TOKEN = {"none": 512, "rms_norm": 1025, "silu_mul": 133}  # that quantize_row leaves to it
-FEWEST_OF_WIDE, WIDE_BLOCKS = (
-    133,
-    69,
-)  # the same where rows have so many blocks that one cta there fills a multiprocessor
+FEWEST_OF_WIDE, WIDE_BLOCKS = 133, 69  # the same of rows of so many blocks that one cta fills a multiprocessor there
 BLOCKS = 8  # of a warp
 MOST_WARPS = 16  # of a cta; it has one more than blocks need
 FEWEST_CTAS = 2  # a multiprocessor, for the norm: with fewer the general kernel is about as fast
