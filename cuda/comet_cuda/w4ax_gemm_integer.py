@@ -23,7 +23,7 @@ from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_token_ref import check_blocks, token_shapes
 from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, TABLE, fits, make_plan
-from comet_cuda.w4ax_gemm_sm90 import sm_count, workspace
+from comet_cuda.w4ax_gemm_sm90 import Workspace, sm_count, workspace
 from comet_cuda.weight_layout import (
     ROW_TILE,
     record_bytes,
@@ -53,6 +53,7 @@ class IntegerTiles:
     band: int = 8  # row groups walked together
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
     quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
+    marked: int = 0  # 1: each partial sum carries a mark and is taken as soon as it is there; for up to 64 tokens
     one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
@@ -88,6 +89,7 @@ class IntegerTiles:
             "ROW_WGS": self.row_wgs,
             "BATCH": self.batch,
             "QUICK": self.quick,
+            "MARKED": Workspace.FLAGS if self.marked else 0,
             "STAGES": self.stages,
             "CTAS_PER_SM": self.ctas_per_sm,
             "OUT": OUT_KINDS[out_dtype],
@@ -205,7 +207,7 @@ def _call(
     chosen = tiles or choose_integer_tiles(tokens, rows, blocks, sm_count(device))
     plan = make_plan(chosen, tokens, rows, blocks, sm_count(device))
     memory = workspace(device)
-    if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
+    if plan.partial_floats > (memory.MARKED if chosen.marked else memory.FLOATS) or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     if not 0 <= int8_blocks <= blocks:
         raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")

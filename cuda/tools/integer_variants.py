@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,25 +44,28 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
             IntegerTiles(64, row_wgs=3, stages=10, stream=0, quick=1),
         ]
     if m > 32:
-        return [
+        few = [
             IntegerTiles(64, stages=12),
-            IntegerTiles(64, stages=12, quick=1),
+            IntegerTiles(64, stages=8),
             IntegerTiles(64, stages=12, batch=2),
             IntegerTiles(64, stages=12, stream=0),
         ]
-    if m > 16:
-        return [
+    elif m > 16:
+        few = [
             IntegerTiles(32, stages=14),
             IntegerTiles(32, stages=14, batch=2),
             IntegerTiles(32, row_wgs=3, stages=9),
         ]
-    n, stages = (8, 10) if m <= 8 else (16, 9)
-    return [
-        IntegerTiles(n, stages=stages, ctas_per_sm=2, batch=2),
-        IntegerTiles(n, stages=stages, ctas_per_sm=2, batch=3),
-        IntegerTiles(n, stages=2 * stages - 2, batch=4),
-        IntegerTiles(n, row_wgs=4, stages=8, batch=2),
-    ]
+    else:
+        n = 8 if m <= 8 else 16
+        few = [
+            IntegerTiles(n, stages=12, ctas_per_sm=2, batch=3),
+            IntegerTiles(n, stages=14, batch=4),
+            IntegerTiles(n, row_wgs=4, stages=8, batch=2),
+            IntegerTiles(n, row_wgs=3, stages=12, batch=3),
+            IntegerTiles(n, row_wgs=1, stages=28, batch=4),
+        ]
+    return [*few, *(replace(tiles, marked=1) for tiles in few if tiles.stream)]
 
 
 def random_operands(

@@ -63,7 +63,8 @@ def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
         yield f"gemm, {m} tokens", lambda m=m: step(m, EIGHTS, None)  # type: ignore[misc]
     for tiles in variants():
         m = 257 if tiles.tokens > 64 else tiles.tokens + 1
-        name = f"gemm, {m} tokens, n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages} q{tiles.quick}"
+        name = f"gemm, {m} tokens, n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
+        name += " quick" * tiles.quick + " marked" * tiles.marked
         yield name, lambda m=m, tiles=tiles: step(m, 0 if tiles.quick else BLOCKS, tiles)  # type: ignore[misc]
 
 
