@@ -172,26 +172,34 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def eval_table(records: Iterable[Record]) -> str:
-    """Perplexity beside KL divergence and top-1 agreement: one row per model, recipe, text, windows and KV choice.
+    """Perplexity beside KL divergence and top-1 agreement: one row per model, recipe, text and windows.
 
-    16-bit comes first within a model, then by rising perplexity; below stands what each base model is.
+    Where the cache was left in 16 bit (`comet eval --kv16`) beside one in 4 bit, that perplexity stands in a column of
+    its own. 16-bit comes first within a model, then by rising perplexity; below stands what each base model is.
     """
     evals = [
         record | {"engine": record["protocol"].get("engine", "comet")} for record in records if record["kind"] == "eval"
     ]
-    row_key = ("model", "task", "seq_len", "windows", "recipe", "kv_quantized", "engine")
-    groups: dict[str, dict[str, Record]] = {}
-    for record in latest(evals, (*row_key, "metric")):
-        groups.setdefault(json.dumps([record[key] for key in row_key]), {})[record["metric"]] = record
-    found = [metrics for metrics in groups.values() if "perplexity" in metrics]
+    row_key = ("model", "task", "seq_len", "windows", "recipe", "engine")
+    groups: dict[str, dict[bool, dict[str, Record]]] = {}
+    for record in latest(evals, (*row_key, "kv_quantized", "metric")):
+        caches = groups.setdefault(json.dumps([record[key] for key in row_key]), {})
+        caches.setdefault(record["kv_quantized"], {})[record["metric"]] = record
+    found: list[tuple[dict[str, Record], Record | None]] = []  # a row, and its perplexity with the cache in 16 bit
+    for caches in groups.values():
+        quantized, whole = caches.get(True, {}), caches.get(False, {})
+        if "perplexity" in quantized:
+            found.append((quantized, whole.get("perplexity")))
+        elif "perplexity" in whole:
+            found.append((whole, None))
 
-    def place(metrics: dict[str, Record]) -> tuple[Any, ...]:
-        head = metrics["perplexity"]
+    def place(row: tuple[dict[str, Record], Record | None]) -> tuple[Any, ...]:
+        head = row[0]["perplexity"]
         value = math.inf if head["value"] is None else head["value"]
         return head["model"], head["task"], head["seq_len"], str(head["windows"]), head["recipe"] != "fp16", value
 
     rows, notes = [], []
-    for metrics in sorted(found, key=place):
+    for metrics, kv16 in sorted(found, key=place):
         head = metrics["perplexity"]
         base = str(head["protocol"].get("base", SIXTEEN_BIT))  # what the 16-bit model itself is
         if base != SIXTEEN_BIT and f"{head['model']}: {base}." not in notes:
@@ -206,10 +214,11 @@ def eval_table(records: Iterable[Record]) -> str:
                 _percent(metrics["top1"]["value"]) if "top1" in metrics else "",
                 _percent(head["int4_mac_fraction"]),
                 "4-bit" if head["kv_quantized"] else "16-bit",
+                "" if kv16 is None else _figure(kv16["value"]),
             ]
         )
     header = ["model", "recipe", "text, windows", "perplexity", "KL to 16-bit", "top-1 as 16-bit", "4-bit share", "KV"]
-    return "\n\n".join([markdown(header, rows), *notes])
+    return "\n\n".join([markdown([*header, "with KV in 16 bit"], rows), *notes])
 
 
 def _figure(value: float | None, digits: int = 2) -> str:

@@ -7,13 +7,24 @@
 Records come from results/measured beside the file. A test fails where README's tables are not the generated ones.
 """
 
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from comet_core.layer_times import layer_table
-from comet_core.results import Record, attention_table, counters_table, eval_table, gemm_table, read
+from comet_core.results import (
+    COUNTERS,
+    Record,
+    attention_table,
+    counters_table,
+    eval_table,
+    gemm_table,
+    latest,
+    markdown,
+    read,
+)
 from comet_core.serving_report import serving_table, step_table
 from comet_core.whole_files import write_text
 from comet_core.zero_shot_table import zero_shot_table
@@ -25,11 +36,73 @@ def is_variant(record: Record) -> bool:
     return "+" in record.get("recipe", "")
 
 
+def is_of_runner(record: Record) -> bool:
+    """Whether a record is of comet_core/real_text.py, whose KL is to a reference of its own."""
+    return "kv_bits" in record.get("protocol", {})
+
+
+def real_text_table(records: list[Record]) -> str:
+    """A packed model by two computations of it: what the first says against the second, one row a pair."""
+    chosen = [r for r in records if r["kind"] == "eval" and is_of_runner(r) and " against " in r["task"]]
+    key = ("model", "recipe", "task", "windows", "seq_len")
+    groups: dict[tuple[str, ...], dict[str, float]] = {}
+    for r in latest(chosen, (*key, "metric")):
+        groups.setdefault(tuple(str(r[name]) for name in key), {})[r["metric"]] = r["value"]
+    rows = [
+        [f"{model}, {recipe}", task, f"{windows} x {int(length):,}", f"{found['perplexity']:.2f}",
+         f"{found['reference_perplexity']:.2f}", f"{found['kl']:.3f}", f"{100 * found['top1']:.1f}%"]
+        for (model, recipe, task, windows, length), found in groups.items()
+    ]  # fmt: skip
+    header = ["model", "what against what", "windows", "perplexity", "its reference's", "KL", "top-1 alike"]
+    return markdown(header, rows)
+
+
+def ablation_table(records: list[Record]) -> str:
+    """The GEMM with one mechanism off, M by M, means over the shapes: how much slower, and what ncu counts then.
+
+    An ablated launch is compared with the shipped one of the same commit.
+    """
+    place, shape = ("m", "ablation"), ("n", "k")
+    own = [r | {"git": r["provenance"].get("git")} for r in records if r["kind"] == "bench" and r["path"] == INTEGER]
+    timed = [r for r in own if r["op"] == "w4ax_gemm" and not r["includes_quantize"]]
+    us = {tuple(r[x] for x in ("git", *shape, *place)): r["median_us"] for r in timed}
+    counted = [r for r in own if all(key in r for key in COUNTERS)]
+    groups: dict[tuple[int, str | None], list[Record]] = {}
+    for r in latest(counted, (*shape, *place)):
+        groups.setdefault((r["m"], r["ablation"]), []).append(r)
+    rows = []
+    for (m, ablation), found in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] is not None)):
+        slower = [
+            us[r["git"], r["n"], r["k"], m, ablation] / us[r["git"], r["n"], r["k"], m, None]
+            for r in latest(timed, (*shape, *place))
+            if (r["m"], r["ablation"]) == (m, ablation) and (r["git"], r["n"], r["k"], m, None) in us
+        ]
+        rows.append(
+            [f"{INTEGER}, {found[0]['provenance'].get('gpu')}", f"{ablation} off" if ablation else "shipped", f"{m:,}",
+             f"{len(found)}", f"{_geometric(slower):.2f}" if ablation and slower else ""]
+            + [f"{100 * sum(r[key] for r in found) / len(found):.0f}%"
+               for key in ("sm_active", "sm_throughput", "tensor_pipe", "imbalance")]
+        )  # fmt: skip
+    header = ["path, GPU", "variant", "M", "shapes", "times as long", "multiprocessors busy", "busiest unit"]
+    return markdown([*header, "tensor pipe", "imbalance"], rows)
+
+
+def _geometric(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+INTEGER = "w4ax_gemm_integer"  # the default recipe's GEMM
+ENOUGH = 100  # documents of a task: fewer say nothing
+
 # marker name -> what stands between the markers
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "eval": lambda records: eval_table([r for r in records if not is_variant(r)]),
-    "zero-shot": zero_shot_table,
-    "gemm": gemm_table,
+    "eval": lambda records: eval_table([r for r in records if not is_variant(r) and not is_of_runner(r)]),
+    "zero-shot": lambda records: zero_shot_table(
+        [r for r in records if not is_variant(r) and (r.get("limit") is None or r["limit"] >= ENOUGH)]
+    ),
+    "real-text": real_text_table,
+    "gemm": lambda records: gemm_table([r for r in records if not r.get("ablation")]),
+    "ablations": ablation_table,
     "counters": counters_table,
     "attention": attention_table,
     "steps": step_table,

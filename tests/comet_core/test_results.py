@@ -114,14 +114,19 @@ def test_eval_table_puts_16_bit_first_and_takes_the_latest() -> None:
             eval_record(),
             eval_record(metric="kl", value=0.1234),
             eval_record(metric="top1", value=0.876),
+            eval_record(kv_quantized=False, value=27.9),
+            eval_record(kv_quantized=False, metric="kl", value=0.09),
+            eval_record(recipe="w4a16", kv_quantized=False, value=24.1),
         ]
     )
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
-    assert [row[1] for row in rows[2:]] == ["fp16", "w4a4kv4", "w4a4-naive"]
-    assert rows[2][3:] == ["21.77", "", "", "", "16-bit"]
-    assert rows[3][3:] == ["28.50", "0.1234", "87.6%", "84.5%", "4-bit"]
+    assert [row[1] for row in rows[2:]] == ["fp16", "w4a16", "w4a4kv4", "w4a4-naive"]
+    assert rows[2][3:] == ["21.77", "", "", "", "16-bit", ""]
+    assert rows[3][3:] == ["24.10", "", "", "84.5%", "16-bit", ""]
+    assert rows[4][3:] == ["28.50", "0.1234", "87.6%", "84.5%", "4-bit", "27.90"]
+    assert rows[5][-1] == "", "another recipe's cache is not its own"
     assert table.count("dequantized from a 4-bit GGUF file") == 1
 
 
@@ -139,6 +144,33 @@ def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None
     shapes = [record, record | {"speedup": 2.0}, record | {"n": 256, "speedup": 0.5}, record | {"op": "other"}]
     (row,) = results.gemm_table(shapes).splitlines()[2:]
     assert [cell.strip() for cell in row.split("|")][4:8] == ["4", "2", "1.00", "0.50 to 2.00"]
+
+
+def test_the_ablation_table_pairs_launches_of_one_commit() -> None:
+    counts = dict.fromkeys(results.COUNTERS, 0.5) | {"op": "w4ax_gemm counters", "median_us": 9.0}
+    found = []
+    for n, slow in ((128, 2.0), (256, 8.0)):
+        shipped = bench_record() | {"path": "w4ax_gemm_integer", "n": n, "provenance": {"gpu": "G", "git": "old"}}
+        ablated = shipped | {"ablation": "pipeline", "median_us": slow}
+        later = shipped | {"median_us": 0.25, "provenance": {"gpu": "G", "git": "new"}}
+        behind = shipped | {"includes_quantize": True, "median_us": 3.0}
+        found += [ablated | counts, shipped | counts, shipped, ablated, later, behind]
+    first, second = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in tables.ablation_table(found).splitlines()[2:]
+    )  # fmt: skip
+    assert first[1:5] == ["shipped", "4", "2", ""] and second[1:5] == ["pipeline off", "4", "2", "4.00"]
+    assert second[5:] == ["50%"] * 4
+    assert "pipeline" not in tables.TABLES["gemm"](found), "ablations have a table of their own"
+
+
+def test_what_a_runner_says_stands_apart_from_accuracy() -> None:
+    pair = {"task": "runner cuda against cpu", "windows": 4, "protocol": {"kv_bits": 4}}
+    metrics = {"perplexity": 29.5, "reference_perplexity": 29.0, "kl": 0.25, "top1": 0.75}
+    found = [eval_record(**pair, metric=metric, value=value) for metric, value in metrics.items()]
+    (row,) = tables.real_text_table([*found, eval_record()]).splitlines()[2:]
+    assert [cell.strip() for cell in row.strip("|").split("|")][3:] == ["29.50", "29.00", "0.250", "75.0%"]
+    assert tables.TABLES["eval"]([*found, eval_record()]) == tables.TABLES["eval"]([eval_record()])
 
 
 def test_the_attention_table_says_when_there_was_no_baseline() -> None:
