@@ -122,6 +122,9 @@ def _records_of(
             continue
         if table.calibration and record["provenance"].get("recipe_digest") not in (today, None):
             continue  # another calibration is another figure
+        engine = record["protocol"].get("engine", "comet")
+        if (record["kv_quantized"], engine) != (recipe.kv_cache.bits < 16, "comet"):
+            continue  # comet eval --kv16, or what another program made of the packed model
         if table.metric == "perplexity":
             windows = "all" if table.windows is None else table.windows
             fits = (record["metric"], record["windows"]) == ("perplexity", windows)

@@ -27,7 +27,8 @@ def record(cell: Any, value: float) -> dict[str, Any]:
 
     return {
         "kind": "eval", "model": cell.model, "recipe": cell.recipe.name, "task": "wikitext2", "metric": "perplexity",
-        "value": value, "windows": 4, "seq_len": 2048, "kv_quantized": True, "int4_mac_fraction": 1.0,
+        "value": value, "windows": 4, "seq_len": 2048, "int4_mac_fraction": 1.0,
+        "kv_quantized": cell.recipe.kv_cache.bits < 16,
         "protocol": {"data": "wikitext2 test"}, "provenance": {"recipe_digest": digest(cell.recipe)},
     }  # fmt: skip
 

@@ -31,6 +31,7 @@ def test_only_equal_protocols_are_compared_and_the_later_record_counts(tmp_path:
         record("fp16", 10.0, kv_quantized=False, int4_mac_fraction=0.0),
         record("fmpq-paper", 99.0),
         record("fmpq-paper", 12.0),
+        record("fmpq-paper", 13.0, protocol={"engine": "vLLM"}),
         record("w4a4-naive", 30.0, windows="all"),  # its 16-bit figure is not there
         record("w4a8kv4", None),
         record("an-experiment", 11.0),

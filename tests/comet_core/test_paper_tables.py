@@ -145,9 +145,10 @@ def test_the_report_says_what_is_published_measured_and_a_stand_in(tmp_path: Pat
         "value": 43.21, "windows": "all", "seq_len": 2048, "kv_quantized": True, "int4_mac_fraction": 0.84,
         "protocol": {"data": "wikitext2 test", "dtype": "float32"}, "provenance": {"recipe_digest": "old"},
     }  # fmt: skip
-    exact = record | {"recipe": "fp16", "value": 21.77, "provenance": {"recipe_digest": None}}
+    exact = record | {"recipe": "fp16", "value": 21.77, "kv_quantized": False, "provenance": {"recipe_digest": None}}
     llama = record | {"model": "llama-3-8b", "value": 6.95}
-    found = cells(table, [record, exact, llama], models=["llama-3-8b", "smollm2-135m"])
+    others = record | {"kv_quantized": False, "value": 41.0}, record | {"protocol": {"engine": "vLLM"}, "value": 42.0}
+    found = cells(table, [record, exact, llama, *others], models=["llama-3-8b", "smollm2-135m"])
     text = report(table, found)
     assert "6.91 / 6.95†" in text, "published beside measured"
     assert "| 43.21† |" in text and "| 21.77 |" in text and "stand-ins" in text
