@@ -7,10 +7,15 @@
 // kv4_append_token: one token of each sequence; a warp takes one kv head of it. Further ctas, for four heads each, wait
 // for nothing: they quantize the page if this token fills it.
 // rope_append: a cta takes one kv head of one token with its q heads; a warp takes one head.
+// rope_append_wave: the same in one wave: a warp takes one v head of one token, or up to four of its q and k heads, loaded
+// at once, as what a wave takes is latency. A few ctas behind these complete pages: each of their warps finds the tokens
+// that fill one, and takes every so many-th piece (eight channels of one kv head of such a page), with the newest key from
+// qkv. So they wait for nobody, and one page is shared out over many warps.
 // rope_qk: a warp takes one q or k head of one token.
 //
 // Definitions: those of kv4_cache.cuh, and ENTRY (0 kv4_append, 1 rope_append, 2 rope_qk,
-// 3 kv4_append_chunk: kv4_append of whole sequences, with `starts`, 4 kv4_append_token).
+// 3 kv4_append_chunk: kv4_append of whole sequences, with `starts`, 4 kv4_append_token,
+// 5 rope_append_wave; EARLY 1: it reads slot, position, page_table, cos and sin before the previous kernel has ended).
 #include "comet/kv4_quantize.cuh"
 
 using namespace comet;
@@ -32,7 +37,12 @@ struct Params {
 extern __shared__ __align__(16) char memory[];
 
 // Ctas a multiprocessor that registers must allow: many where a step of decoding waits for nothing but memory.
-constexpr int kThreadsOfSm = (ENTRY == 1 || ENTRY == 4) && kDim < 256 ? 1280 : 768;
+#if ENTRY == 5 && (__CUDA_ARCH__ < 900 || DIM == 96 || PAGE > 128)
+constexpr int kManyThreads = PAGE > 128 ? 768 : 1024;
+#else
+constexpr int kManyThreads = 1280;
+#endif
+constexpr int kThreadsOfSm = (ENTRY == 1 || ENTRY == 4 || ENTRY == 5) && kDim < 256 ? kManyThreads : 768;
 constexpr int kCtas = kThreadsOfSm < kThreads ? 1 : kThreadsOfSm / kThreads;
 
 // One head of D channels in a warp: lane l holds pairs l, l + 32, ... A pair is two channels that are rotated together,
@@ -45,15 +55,24 @@ __device__ __forceinline__ bool pair_exists(int i) { return kDim / 2 % 32 == 0 |
 __device__ __forceinline__ int low_channel(int i, int half) { return i < half ? i : i + half; }
 __device__ __forceinline__ int high_channel(int i, int half) { return i < half ? i + half : i + kDim / 2; }
 
-__device__ __forceinline__ Head load_head(const uint16_t* x, int half, int lane) {
-  Head h;
+// A pair as it lies in memory: the low channel in the low half.
+__device__ __forceinline__ void load_pairs(const uint16_t* x, int half, int lane, uint32_t (&pairs)[kPairs]) {
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     const int i = lane + 32 * p;
-    h.low[p] = h.high[p] = 0.f;
-    if (pair_exists(i)) h.low[p] = E::one(x[low_channel(i, half)]), h.high[p] = E::one(x[high_channel(i, half)]);
+    pairs[p] = pair_exists(i) ? x[low_channel(i, half)] | uint32_t(x[high_channel(i, half)]) << 16 : 0;
   }
+}
+__device__ __forceinline__ Head head_of(const uint32_t (&pairs)[kPairs]) {
+  Head h;
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) h.low[p] = E::low(pairs[p]), h.high[p] = E::high(pairs[p]);
   return h;
+}
+__device__ __forceinline__ Head load_head(const uint16_t* x, int half, int lane) {
+  uint32_t pairs[kPairs];
+  load_pairs(x, half, lane, pairs);
+  return head_of(pairs);
 }
 __device__ __forceinline__ void store_head(uint16_t* x, const Head& h, int half, int lane) {
 #pragma unroll
@@ -80,14 +99,26 @@ __device__ __forceinline__ void norm_head(Head& h, const uint16_t* weight, float
     h.high[p] = rounded(E::one(weight[high_channel(i, half)]) * rounded(h.high[p] * inverse));
   }
 }
-__device__ __forceinline__ void rotate_head(Head& h, const float* cos, const float* sin, int half, int lane) {
+// cos and sin of a lane's pairs; `cos` and `sin` are the row of a position.
+struct Angles {
+  float cos[kPairs], sin[kPairs];
+};
+__device__ __forceinline__ Angles load_angles(const float* cos, const float* sin, int half, int lane) {
+  Angles a;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     const int i = lane + 32 * p;
-    if (i >= half) continue;
+    a.cos[p] = i < half ? cos[i] : 1.f, a.sin[p] = i < half ? sin[i] : 0.f;
+  }
+  return a;
+}
+__device__ __forceinline__ void rotate_head(Head& h, const Angles& angles, int half, int lane) {
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    if (lane + 32 * p >= half) continue;
     const float a = h.low[p], b = h.high[p];
-    h.low[p] = __fsub_rn(__fmul_rn(a, cos[i]), __fmul_rn(b, sin[i]));
-    h.high[p] = __fadd_rn(__fmul_rn(b, cos[i]), __fmul_rn(a, sin[i]));
+    h.low[p] = __fsub_rn(__fmul_rn(a, angles.cos[p]), __fmul_rn(b, angles.sin[p]));
+    h.high[p] = __fadd_rn(__fmul_rn(b, angles.cos[p]), __fmul_rn(a, angles.sin[p]));
   }
 }
 
@@ -255,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append(const 
     const int which = is_key ? p.q_heads + head : head * group + task - 2;
     Head h = load_head(row + which * kDim, p.half, lane);
     norm_head(h, is_key ? p.k_weight : p.q_weight, p.eps, p.half, lane);
-    rotate_head(h, cos, sin, p.half, lane);
+    rotate_head(h, load_angles(cos, sin, p.half, lane), p.half, lane);
     uint16_t* to = !is_key    ? p.q + (size_t(token) * p.q_heads + which) * kDim
                    : place < 0 ? c.k_sink + (size_t(sequence) * c.sinks + c.sinks + place) * kDim
                                : open + place % kPage * kDim;
@@ -264,6 +295,120 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append(const 
   if (s < 0 || place < 0 || place % kPage != kPage - 1) return;
   __syncthreads();
   quantize_page(c, page, head, [&](int i) { return open + i * kDim; }, shared);
+}
+
+#elif ENTRY == 5
+
+constexpr int kRotated = 4; // q and k heads of a warp, all loaded before the first is stored
+constexpr int kSeen = 8;    // times 32 tokens that a warp looks at in one trip to memory
+
+__device__ __forceinline__ void begin() {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+
+// Angles of position t (that of padding may be anything).
+__device__ __forceinline__ Angles angles_at(const Params& p, int t, int lane) {
+  const size_t row = size_t(max(t, 0)) * p.half;
+  return load_angles(p.cos + row, p.sin + row, p.half, lane);
+}
+
+// The pages that this call's tokens fill: pieces index, index + warps, ... of them, by one warp. newest: shared, [D].
+__device__ __forceinline__ void complete_pages(const Params& p, int index, int warps, uint16_t* newest, int lane) {
+  const Cache& c = p.cache;
+  const int heads = p.q_heads + c.heads, pieces = c.heads * kVectors; // of a token
+  bool begun = !EARLY; // a warp without a piece need not begin
+#pragma unroll 1
+  for (int base = 0; base < p.tokens; base += 32 * kSeen) {
+    uint32_t filled = 0; // lane i: those of tokens base + 32 i on that fill a page
+    int before = 0, count = 0;
+#pragma unroll
+    for (int i = 0; i < kSeen; ++i) {
+      const int at = base + 32 * i + lane;
+      const int s = at < p.tokens ? p.slot[at] : -1, place = at < p.tokens ? p.position[at] - c.sinks : -1;
+      const uint32_t bits = __ballot_sync(~0u, s >= 0 && place >= 0 && place % kPage == kPage - 1);
+      if (lane == i) filled = bits, before = count;
+      count += __popc(bits);
+    }
+#pragma unroll 1
+    for (int item = index; item < count * pieces; item += warps) {
+      if (!begun) begin(), begun = true;
+      int nth = item / pieces;
+      const uint32_t here = __ballot_sync(~0u, nth >= before && nth < before + __popc(filled));
+      const int from = __ffs(int(here)) - 1;
+      uint32_t bits = __shfl_sync(~0u, filled, from);
+      for (nth -= __shfl_sync(~0u, before, from); nth > 0; --nth) bits &= bits - 1;
+      const int token = base + 32 * from + __ffs(int(bits)) - 1;
+      const int head = item % pieces / kVectors, s = p.slot[token], t = p.position[token];
+      const int page = c.page_table[size_t(s) * c.table_width + (t - c.sinks) / kPage];
+      const uint16_t* k = p.k + (size_t(token) * (heads + c.heads) + p.q_heads + head) * kDim;
+      const auto newest_key = [&] {
+        Head h = load_head(k, p.half, lane);
+        norm_head(h, p.k_weight, p.eps, p.half, lane);
+        rotate_head(h, angles_at(p, t, lane), p.half, lane);
+        __syncwarp(); // the key of the piece before is read until here
+        store_head(newest, h, p.half, lane);
+        __syncwarp();
+        return newest;
+      };
+      quantize_piece(c, page, head, item % kVectors, c.k_open + size_t(page_head(c, s, head)) * kPage * kDim, newest_key,
+                     lane);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append_wave(const __grid_constant__ Params p) {
+  const Cache& c = p.cache;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.q_heads + c.heads;
+  const int parts = c.heads + (heads + kRotated - 1) / kRotated; // of a token, a warp each
+  const int ctas = (p.tokens * parts + kWarps - 1) / kWarps;
+  if (!EARLY) begin();
+  if (int(blockIdx.x) >= ctas) {
+    complete_pages(p, (blockIdx.x - ctas) * kWarps + warp, (gridDim.x - ctas) * kWarps,
+                   reinterpret_cast<uint16_t*>(memory) + warp * kDim, lane);
+    return;
+  }
+  const int item = blockIdx.x * kWarps + warp, token = item / parts, part = item % parts;
+  if (token >= p.tokens) return;
+  const int s = p.slot[token], t = p.position[token], place = t - c.sinks, slot = place % kPage;
+  const uint16_t* row = p.k + size_t(token) * (heads + c.heads) * kDim;
+  if (part < c.heads) { // a value
+    if (s < 0) return;
+    const int page = place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
+    if (EARLY) {
+      if (place >= 0) prefetch_values(c, page, part, slot, lane);
+      begin();
+    }
+    const uint16_t* v = row + (heads + part) * kDim;
+    if (place >= 0)
+      append_values(c, page, part, slot, 1, v, 0, lane);
+    else if (lane < kVectors)
+      reinterpret_cast<uint4*>(c.v_sink + (size_t(page_head(c, s, part)) * c.sinks + c.sinks + place) * kDim)[lane] =
+          reinterpret_cast<const uint4*>(v)[lane];
+    return;
+  }
+  const int first = (part - c.heads) * kRotated;
+  const Angles angles = angles_at(p, t, lane);
+  if (EARLY) begin();
+  uint32_t pairs[kRotated][kPairs] = {};
+#pragma unroll
+  for (int n = 0; n < kRotated; ++n)
+    if (n == 0 || first + n < heads) load_pairs(row + first * kDim + n * kDim, p.half, lane, pairs[n]);
+#pragma unroll 1 // one norm's registers at a time
+  for (int n = 0; n < kRotated; ++n) {
+    const int head = first + n, kv = head - p.q_heads;
+    if (head >= heads || (kv >= 0 && s < 0)) return;
+    Head h = head_of(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < kRotated; ++i)
+      if (n == i) h = head_of(pairs[i]);
+    norm_head(h, kv < 0 ? p.q_weight : p.k_weight, p.eps, p.half, lane);
+    rotate_head(h, angles, p.half, lane);
+    uint16_t* to = kv < 0      ? p.q + (size_t(token) * p.q_heads + head) * kDim
+                   : place < 0 ? c.k_sink + (size_t(page_head(c, s, kv)) * c.sinks + c.sinks + place) * kDim
+                               : c.k_open + (size_t(page_head(c, s, kv)) * kPage + slot) * kDim;
+    store_head(to, h, p.half, lane);
+  }
 }
 
 #else
@@ -278,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_qk(const __gr
   uint16_t* x = p.q + (size_t(token) * (heads + p.cache.heads) + head) * kDim;
   Head h = load_head(x, p.half, lane);
   norm_head(h, head < p.q_heads ? p.q_weight : p.k_weight, p.eps, p.half, lane);
-  rotate_head(h, p.cos + size_t(t) * p.half, p.sin + size_t(t) * p.half, p.half, lane);
+  rotate_head(h, load_angles(p.cos + size_t(t) * p.half, p.sin + size_t(t) * p.half, p.half, lane), p.half, lane);
   store_head(x, h, p.half, lane);
 }
 

@@ -20,8 +20,12 @@ OPTIONS = ("-fmad=false",)  # additions and multiplications stay apart, as in th
 ELEMENTS = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 HEAD_DIMS = (64, 96, 128, 256)
 PAGES = (32, 64, 128, 256)
-ENTRIES = ("kv4_append", "rope_append", "rope_qk", "kv4_append_chunk", "kv4_append_token")
+ENTRIES = ("kv4_append", "rope_append", "rope_qk", "kv4_append_chunk", "kv4_append_token", "rope_append_wave")
 HEADS_OF_PAGE_CTA = 4  # kv heads whose page a further cta of kv4_append_token quantizes
+ROPE_APPEND = "rope_append"  # or rope_append_wave, which no GPU has run yet
+EARLY = False  # rope_append_wave reads before the previous kernel has ended what is older than that (kv4_append.cu)
+ROTATED = 4  # q and k heads of a warp of rope_append_wave
+PAGE_CTAS_OF_SM = 2  # of rope_append_wave: ctas that complete pages, at most, for each multiprocessor
 
 _CACHE = struct.Struct("<10Q4i")
 _APPEND = struct.Struct("<96s10Q2q4if4x")
@@ -72,13 +76,21 @@ def _check_indices(op: str, tokens: int, *indices: Tensor) -> None:
 
 
 def append_shared_bytes(dim: int, entry: str) -> int:
-    """Dynamic shared memory of a cta: `PageShared` of kv4_quantize.cuh."""
-    return 0 if entry == "rope_qk" else 72 * dim
+    """Dynamic shared memory of a cta: `PageShared` of kv4_quantize.cuh, in rope_append_wave a key for each warp."""
+    return {"rope_qk": 0, "rope_append_wave": dim // 16 * 2 * dim}.get(entry, 72 * dim)
+
+
+def rope_append_wave_ctas(tokens: int, q_heads: int, heads: int, dim: int, multiprocessors: int) -> int:
+    """Ctas of rope_append_wave: warps for heads, then ctas that complete pages: two for each head, or fewer."""
+    warps = heads + -(-(q_heads + heads) // ROTATED)
+    return -(-tokens * warps // (dim // 16)) + min(2 * tokens * heads, PAGE_CTAS_OF_SM * multiprocessors)
 
 
 def append_defines(element: torch.dtype, dim: int, page: int, entry: str) -> dict[str, int | str]:
     """The preprocessor definitions of one entry of kv4_append.cu."""
-    return {"ELEMENT": ELEMENTS[element], "DIM": dim, "PAGE": page, "ENTRY": ENTRIES.index(entry)}
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[element], "DIM": dim, "PAGE": page}
+    early = {"EARLY": int(EARLY)} if entry == "rope_append_wave" else {}
+    return {**defines, "ENTRY": ENTRIES.index(entry), **early}
 
 
 @functools.lru_cache(maxsize=256)
@@ -185,14 +197,18 @@ def rope_append_gpu(
     if tokens == 0:
         return q
     device = qkv.get_device()
-    kernel, overlap = _append_kernel(device, qkv.dtype, dim, page, "rope_append")
+    kernel, overlap = _append_kernel(device, qkv.dtype, dim, page, ROPE_APPEND)
     params = _APPEND.pack(
         pack_cache(cache, page_table), qkv.data_ptr(), 0, q.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         _weight_pointer("rope_append", q_weight, qkv, dim),  # type: ignore[arg-type]
         _weight_pointer("rope_append", k_weight, qkv, dim),  # type: ignore[arg-type]
         slot.data_ptr(), position.data_ptr(), 0, 0, 0, tokens, q_heads, cos.shape[1], 0, eps,
     )  # fmt: skip
-    kernel.launch_on(device, (tokens, heads), 2 * dim, (params,), append_shared_bytes(dim, ENTRIES[0]), overlap)
+    grid: tuple[int, ...] = (tokens, heads)
+    if ROPE_APPEND == "rope_append_wave":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        grid = (rope_append_wave_ctas(tokens, q_heads, heads, dim, multiprocessors),)
+    kernel.launch_on(device, grid, 2 * dim, (params,), append_shared_bytes(dim, ROPE_APPEND), overlap)
     return q
 
 

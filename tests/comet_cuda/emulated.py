@@ -38,8 +38,8 @@ extern "C" void run(int gx, int gy, int gz, int threads, const void* p) {{
 """
 
 
-def one_file(source: str, entry: str, defines: Mapping[str, int | str]) -> str:
-    """The kernel with its headers in front of it, as C++ for this machine."""
+def expanded(source: str, defines: Mapping[str, int | str]) -> str:
+    """A source or header with its headers in front of it, as C++ for this machine."""
     texts = read_sources(source)
     done: set[str] = set()
 
@@ -54,34 +54,29 @@ def one_file(source: str, entry: str, defines: Mapping[str, int | str]) -> str:
     body = expand(source).replace("#pragma once", "").replace("#pragma unroll", "//")
     body = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "extern char memory[];", body)
     body = body.replace('extern "C" __global__', "__global__")
-    lines = [f"#define {name} {value}" for name, value in defines.items()]
-    return "\n".join([*lines, '#include "emulator.h"', body, RUN.format(shared=SHARED, entry=entry)])
+    return "\n".join([*(f"#define {name} {value}" for name, value in defines.items()), '#include "emulator.h"', body])
+
+
+def compiled(folder: Path, text: str) -> ctypes.CDLL:
+    """The shared library that g++ makes of it, once a text."""
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    library, file = folder / f"{name}.so", folder / f"{name}.cpp"
+    if not library.exists():
+        file.write_text(text)
+        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w"]
+        done = subprocess.run(
+            [*command, f"-I{HERE}", str(file), "-o", str(library)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))
 
 
 class EmulatedKernel:
     """Stands for a CompiledKernel."""
 
     def __init__(self, folder: Path, source: str, entry: str, defines: Mapping[str, int | str]) -> None:
-        text = one_file(source, entry, defines)
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        library, file = folder / f"{name}.so", folder / f"{name}.cpp"
-        if not library.exists():
-            file.write_text(text)
-            command = [
-                "g++",
-                "-std=c++17",
-                "-O1",
-                "-ffp-contract=off",
-                "-fno-strict-aliasing",
-                "-fPIC",
-                "-shared",
-                "-w",
-            ]
-            done = subprocess.run(
-                [*command, f"-I{HERE}", str(file), "-o", str(library)], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr[:3000]
-        self._run = ctypes.CDLL(str(library)).run
+        text = expanded(source, defines) + RUN.format(shared=SHARED, entry=entry)
+        self._run = compiled(folder, text).run
 
     def launch_on(
         self, device: int, grid: Any, block: int, args: Sequence[bytes], shared_bytes: int = 0, pdl: bool = False

@@ -144,7 +144,24 @@ inline float __shfl_sync(unsigned, float x, int from) {
   const unsigned mine = emulator::bits(x);
   return emulator::exchange(&mine, 1, [&](auto& all) { return emulator::number(all[from & 31][0]); });
 }
+inline unsigned __shfl_sync(unsigned, unsigned x, int from) {
+  return emulator::exchange(&x, 1, [&](auto& all) { return all[from & 31][0]; });
+}
+inline int __shfl_sync(unsigned mask, int x, int from) { return int(__shfl_sync(mask, unsigned(x), from)); }
 inline float __shfl_xor_sync(unsigned mask, float x, int flip) { return __shfl_sync(mask, x, emulator::lane() ^ flip); }
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int flip) {
+  return emulator::exchange(&x, 1, [&](auto& all) { return all[emulator::lane() ^ flip][0]; });
+}
+inline unsigned __ballot_sync(unsigned, int yes) {
+  const unsigned mine = yes != 0;
+  return emulator::exchange(&mine, 1, [](auto& all) {
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= all[i][0] << i;
+    return bits;
+  });
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __any_sync(unsigned, int yes) {
   const unsigned mine = yes != 0;
   return emulator::exchange(&mine, 1, [](auto& all) {

@@ -1,5 +1,6 @@
 """The KV4 kernels' own source, run on a CPU by the emulator, against the references: what CI can see of them."""
 
+import ctypes
 import dataclasses
 import importlib.util
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet_cuda import kv4_append_cuda
 from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append_ref
 from comet_cuda.kv4_append_cuda import kv4_append_gpu, rope_append_gpu, rope_qk_gpu
@@ -39,6 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     emulated.emulate(monkeypatch, folder)
+
+
+@pytest.fixture(params=[("rope_append", False), ("rope_append_wave", False), ("rope_append_wave", True)])
+def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(("ROPE_APPEND", "EARLY"), request.param, strict=True):
+        monkeypatch.setattr(kv4_append_cuda, name, value)
 
 
 def ints(values: object) -> Tensor:
@@ -100,6 +108,7 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
 
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize(("heads", "dim", "page", "sinks", "dtype"), CASES)
 def test_append(heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype) -> None:
     given = problem(heads, dim, page, sinks, dtype)
@@ -180,6 +189,7 @@ def test_prefill(case: int, group: int, window: int, softcap: float) -> None:
     assert_equal_caches(cache, expected_cache)
 
 
+@pytest.mark.usefixtures("_every_way")
 def test_rope() -> None:
     torch.manual_seed(0)
     dim, q_heads, heads = 96, 3, 1
@@ -198,27 +208,92 @@ def test_rope() -> None:
         assert torch.equal(untile_pages(caches[0]).v_codes, caches[1].v_codes)
 
 
-@pytest.mark.parametrize(("heads", "q_heads", "sinks"), [(5, 10, 0), (5, 5, 3), (1, 7, 3)])
-def test_rope_append_shares_out_every_head(heads: int, q_heads: int, sinks: int) -> None:
-    """Heads that leave warps and page ctas half empty; tokens that complete a page, are inside one, sinks, padding."""
+def assert_rope_append_equals(
+    heads: int, q_heads: int, sinks: int, page: int, dim: int, dtype: torch.dtype, slot: list[int], position: list[int]
+) -> KV4Pages:
+    """rope_append of these tokens into caches whose open pages hold something; returns the reference's cache."""
     torch.manual_seed(0)
-    dim, page, rows = 64, 32, 4
-    caches = [allocate_pages(2 * rows, rows, heads, dim, page, sinks, torch.bfloat16, "cpu") for _ in range(2)]
-    open_page = torch.randn(caches[0].k_open.shape).bfloat16()
+    rows, width = len(slot), -(-(max(position) + 1) // page)
+    caches = [allocate_pages(width * rows, rows, heads, dim, page, sinks, dtype, "cpu") for _ in range(2)]
+    open_page = (torch.randn(caches[0].k_open.shape) * 10 ** (3 * torch.rand(dim) - 2)).to(dtype)
+    open_page[..., :2] = 0.25  # one range of no width, and one that the newest key gives some
     for cache in caches:
         for tensor in cache.tensors:
             tensor.zero_()
         cache.k_open.copy_(open_page)
-    qkv = torch.randn(rows, (q_heads + 2 * heads) * dim).bfloat16()
-    angle = torch.rand(80, dim // 2)
-    args = (angle.cos(), angle.sin(), ints([0, -1, 2, 3]), ints([sinks + page - 1, 5, max(sinks - 1, 0), page + 7]),
-            torch.randperm(2 * rows).view(rows, 2).int())  # fmt: skip
+    qkv = torch.randn(rows, (q_heads + 2 * heads) * dim).to(dtype)
+    angle = torch.rand(max(position) + 1, dim // 2)
+    angle[:, 0] = 0.0  # channel 0 stays what it is
+    qkv[:, ::dim] = 0.25
+    args = (angle.cos(), angle.sin(), ints(slot), ints(position), torch.randperm(width * rows).view(rows, width).int())
     q = rope_append_gpu(qkv, *args, *caches[0].tensors, None, None, 0.0)
     assert torch.equal(q, rope_append_ref(qkv, *args, caches[1]))
     got = untile_pages(caches[0])
     for name in ("k_scale", "k_min", "k_codes", "v_scale", "v_min", "v_codes", "k_open", "k_sink", "v_sink"):
         assert torch.equal(getattr(got, name), getattr(caches[1], name)), name
-    assert caches[1].k_codes.any() and caches[1].v_codes.any()
+    return caches[1]
+
+
+@pytest.mark.usefixtures("_every_way")
+@pytest.mark.parametrize(
+    ("heads", "q_heads", "sinks", "dim", "page", "dtype"),
+    [
+        (5, 10, 0, 64, 32, torch.bfloat16),
+        (5, 5, 3, 96, 64, torch.float16),
+        (1, 7, 3, 256, 128, torch.bfloat16),
+        (3, 3, 2, 128, 128, torch.bfloat16),
+    ],
+)
+def test_rope_append_shares_out_every_head(
+    heads: int, q_heads: int, sinks: int, dim: int, page: int, dtype: torch.dtype
+) -> None:
+    """Heads that leave warps and page ctas half empty; tokens that complete a page, are inside one, sinks, padding."""
+    position = [sinks + page - 1, 5, max(sinks - 1, 0), page + 7, sinks + 2 * page - 1, sinks + page - 1]
+    cache = assert_rope_append_equals(heads, q_heads, sinks, page, dim, dtype, [0, -1, 2, 3, 1, -1], position)
+    assert cache.k_codes.any() and cache.v_codes.any()
+
+
+@pytest.mark.usefixtures("_every_way")
+def test_any_of_many_tokens_may_complete_a_page() -> None:
+    """More tokens than a warp looks at in one trip; neighbours, the first, the last, and several of 32."""
+    done = (0, 31, 32, 33, 100, 255, 256, 289)
+    position = [31 if row in done else row % 31 for row in range(290)]
+    cache = assert_rope_append_equals(1, 1, 0, 32, 64, torch.bfloat16, list(range(290)), position)
+    assert int(cache.k_codes.flatten(1).any(1).sum()) == len(done)
+
+
+CODES = """
+alignas(16) char memory[4];
+extern "C" void codes(int n, const float* x, const float* minimum, const float* scale, unsigned* divided,
+                      unsigned* other) {
+  for (int i = 0; i < n; ++i) {
+    const comet::Range r = {scale[i], minimum[i]};
+    divided[i] = comet::code_of(x[i], r), other[i] = comet::code_of(x[i], r, 1.f / scale[i]);
+  }
+}
+"""
+
+
+def test_a_code_without_a_division_is_the_one_with_it(folder: Path) -> None:
+    """Any scale, any minimum; values anywhere, infinite, not numbers, and on or next to the border of two codes."""
+    library = emulated.compiled(
+        folder, emulated.expanded("kv4_append.cu", {"ELEMENT": "BFloat16", "DIM": 64, "PAGE": 32, "ENTRY": 2}) + CODES
+    )
+    generator = torch.Generator().manual_seed(0)
+    n = 1_000_000
+    bits = torch.randint(-(2**15), 2**15, (3, n), generator=generator).short()
+    scale = (bits[0] & 0x7FFF).view(torch.float16).float()
+    minimum, anything = bits[1].view(torch.float16).float(), bits[2].view(torch.bfloat16).float()
+    scale = torch.where((scale > 0) & (scale <= 65504), scale, 1.0)
+    minimum = torch.where(minimum.abs() <= 65504, minimum, 0.0)
+    border = minimum + scale * torch.randint(0, 32, (n,), generator=generator) / 2
+    x = torch.where(torch.rand(n, generator=generator) < 0.3, anything, border)
+    x = torch.where(torch.rand(n, generator=generator) < 0.5, x.bfloat16().float(), x.half().float())
+    results = [torch.zeros(n, dtype=torch.int32) for _ in range(2)]
+    library.codes(n, *(ctypes.c_void_p(t.data_ptr()) for t in (x, minimum, scale, *results)))
+    quotient = (x - minimum) / scale
+    assert int((quotient.frac() == 0.5).sum()) > n // 200 and not torch.isfinite(x).all()
+    assert results[0].unique().tolist() == list(range(16)) and torch.equal(*results)
 
 
 def test_shapes_that_would_be_read_past_their_end_are_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comet_cuda import kv4_append_cuda
 from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, kv4_append_ref
 from comet_cuda.kv4_append_cuda import kv4_append_gpu
@@ -20,6 +21,11 @@ LENGTHS = (300, 1, 130, 517, 64)
 # Relative Frobenius error: rounding the output costs 1.6e-3 in bfloat16 and 2e-4 in float16; f16 products of q and key
 # scales, of probabilities and value scales, add up to 1.1e-3 with these outliers: less than bfloat16's rounding.
 BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 1.6e-3}
+
+
+@pytest.fixture(params=["rope_append", "rope_append_wave"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv4_append_cuda, "ROPE_APPEND", request.param)
 
 
 def ints(values: object) -> Tensor:
@@ -102,7 +108,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("heads", "dim", "page", "sinks", "dtype"), CASES)
-def test_the_cache_equals_the_reference(heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype) -> None:
+def test_the_cache_equals_the_reference(
+    heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = problem(heads, dim, page, sinks, dtype)
     expected, table = given.reference(), given.table.cuda()
     for chunk in (10000, 200, 37):
@@ -110,13 +118,15 @@ def test_the_cache_equals_the_reference(heads: int, dim: int, page: int, sinks: 
         for k, v, slot, position in given.calls(chunk):
             kv4_append(k.cuda(), v.cuda(), ints(slot), ints(position), table, cache)
         assert_equal_caches(cache, expected, page)
-    cache = given.cache("cuda")
     one, zero = torch.ones(max(LENGTHS), dim // 2).cuda(), torch.zeros(max(LENGTHS), dim // 2).cuda()
-    for k, v, slot, position in given.calls(1):
-        q = torch.randn(k.shape[0], 2 * heads, dim).to(dtype)
-        qkv = torch.cat((q, k, v), 1).flatten(1).cuda()
-        assert torch.equal(rope_append(qkv, one, zero, ints(slot), ints(position), table, cache).cpu(), q)
-    assert_equal_caches(cache, expected, page)
+    for way in ("rope_append", "rope_append_wave"):
+        monkeypatch.setattr(kv4_append_cuda, "ROPE_APPEND", way)
+        cache = given.cache("cuda")
+        for k, v, slot, position in given.calls(1):
+            q = torch.randn(k.shape[0], 2 * heads, dim).to(dtype)
+            qkv = torch.cat((q, k, v), 1).flatten(1).cuda()
+            assert torch.equal(rope_append(qkv, one, zero, ints(slot), ints(position), table, cache).cpu(), q)
+        assert_equal_caches(cache, expected, page)
     cache = given.cache("cuda")
     for k, v, slot, position in given.calls(1):
         kv4_append_gpu(k.cuda(), v.cuda(), ints(slot), ints(position), table, *cache.tensors, max_new=1)
@@ -205,6 +215,7 @@ def test_a_long_context_is_split_and_padding_rows_are_zero() -> None:
     assert not out[0].any() and not out[2].any()
 
 
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize(("rotary", "norm"), [(1, False), (2, False), (1, True)])
 def test_rope_agrees(dim: int, rotary: int, norm: bool) -> None:
@@ -234,6 +245,7 @@ def test_rope_agrees(dim: int, rotary: int, norm: bool) -> None:
     assert torch.equal(canonical.v_codes, caches[0].v_codes)
 
 
+@pytest.mark.usefixtures("_both_ways")
 def test_both_kernels_stand_in_a_graph() -> None:
     torch.manual_seed(0)
     rows, heads, group, dim, page = 3, 2, 4, 128, 64

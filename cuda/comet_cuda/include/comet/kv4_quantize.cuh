@@ -1,4 +1,5 @@
-// Quantizing for the KV4 cache: one token's values by a warp, one page's keys by a cta. Bit-equal to kv4_append.py.
+// Quantizing for the KV4 cache: one token's values by a warp, one page's keys by a cta, or eight channels of them by a warp.
+// Bit-equal to kv4_append.py.
 #pragma once
 
 #include "comet/kv4_cache.cuh"
@@ -39,6 +40,12 @@ __device__ __forceinline__ Range range_of_token(const float (&x)[kLaneElements])
     high = fmaxf(high, __shfl_xor_sync(~0u, high, d));
   }
   return choose_range(low, high);
+}
+
+// The words that append_values will read -> L2, by one warp.
+__device__ __forceinline__ void prefetch_values(const Cache& c, int page, int head, int slot, int lane) {
+  for (int d = 4 * lane; d < kDim; d += 128)
+    prefetch_l2(c.v_codes + size_t(page_head(c, page, head)) * kPageBytes + value_word(slot, d));
 }
 
 // Up to eight tokens of one word, slots `slot` to `slot + count`, values at v + i * pitch: by one warp. Lane l holds
@@ -121,6 +128,68 @@ __device__ __forceinline__ void quantize_page(const Cache& c, int page, int head
       word |= code_of(j % 2 ? E::high(pairs[j / 2]) : E::low(pairs[j / 2]), r[j]) << (4 * j);
     *reinterpret_cast<uint32_t*>(codes + key_word(row + kRows * i, vector)) = word;
   }
+}
+
+// code_of without a division: `inverse` is 1 / scale, rounded. A scale has 11 bits, so the remainder is exact and the
+// quotient, once corrected, is the one that a division rounds to. Adding 1.5 * 2^23 rounds it to an integer.
+__device__ __forceinline__ uint32_t code_of(float x, Range r, float inverse) {
+  const float a = __fsub_rn(x, r.minimum), q = fminf(__fmul_rn(a, inverse), 1e6f); // an infinite q has no remainder
+  const float corrected = fmaf(fmaf(-q, r.scale, a), inverse, q);
+  return __float_as_uint(__fadd_rn(fminf(fmaxf(corrected, 0.f), 15.f), 12582912.f)) & 15u;
+}
+
+// Channels 8 * vector .. + 7 of one complete page's keys -> codes, scales and minima: by one warp, without a barrier. Lane l
+// holds the keys of slots l, l + 32, ...; newest() gives the last one [D], which `open` does not hold yet.
+template <typename Newest>
+__device__ __forceinline__ void quantize_piece(const Cache& c, int page, int head, int vector, const uint16_t* open,
+                                               const Newest& newest, int lane) {
+  constexpr int kEach = kPage / 32;
+  const uint4* keys = reinterpret_cast<const uint4*>(open + lane * kDim) + vector;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) prefetch_l2(keys + 32 * i * kVectors); // on the way while the newest is found
+  const uint16_t* last = newest();
+  uint4 x[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    x[i] = *(i == kEach - 1 && lane == 31 ? reinterpret_cast<const uint4*>(last) + vector : keys + 32 * i * kVectors);
+  uint32_t low[4] = {x[0].x, x[0].y, x[0].z, x[0].w}, high[4] = {x[0].x, x[0].y, x[0].z, x[0].w};
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) {
+    const uint32_t pairs[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) low[j] = E::smaller(low[j], pairs[j]), high[j] = E::larger(high[j], pairs[j]);
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      low[j] = E::smaller(low[j], __shfl_xor_sync(~0u, low[j], d));
+      high[j] = E::larger(high[j], __shfl_xor_sync(~0u, high[j], d));
+    }
+  const int mine = lane % 8; // the channel whose range this lane finds
+  const uint32_t lows = mine < 4 ? (mine < 2 ? low[0] : low[1]) : mine < 6 ? low[2] : low[3];
+  const uint32_t highs = mine < 4 ? (mine < 2 ? high[0] : high[1]) : mine < 6 ? high[2] : high[3];
+  const Range r = choose_range(mine % 2 ? E::high(lows) : E::low(lows), mine % 2 ? E::high(highs) : E::low(highs));
+  const float inverse = __fdiv_rn(1.f, r.scale);
+  const int at = page_head(c, page, head);
+  if (lane < 8) {
+    c.k_scale[size_t(at) * kDim + 8 * vector + lane] = uint16_t(float_to_half(r.scale));
+    c.k_min[size_t(at) * kDim + 8 * vector + lane] = uint16_t(float_to_half(r.minimum));
+  }
+  uint32_t words[kEach] = {};
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const Range its = {__shfl_sync(~0u, r.scale, j), __shfl_sync(~0u, r.minimum, j)};
+    const float its_inverse = __shfl_sync(~0u, inverse, j);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t pair = j < 4 ? (j < 2 ? x[i].x : x[i].y) : j < 6 ? x[i].z : x[i].w;
+      words[i] |= code_of(j % 2 ? E::high(pair) : E::low(pair), its, its_inverse) << (4 * j);
+    }
+  }
+  uint8_t* codes = c.k_codes + size_t(at) * kPageBytes;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) *reinterpret_cast<uint32_t*>(codes + key_word(lane + 32 * i, vector)) = words[i];
 }
 
 } // namespace comet
