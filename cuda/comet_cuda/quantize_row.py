@@ -3,7 +3,7 @@
 The decision made here is how many ctas (a token each, eight lanes a block) a multiprocessor has, by the shared memory
 that they ask for: as many as the tokens need and no more. Where there is room for another one, ctas of the next launch
 lie in wait in it, and those of one launch crowd on few multiprocessors while others idle (measured on an H200,
-results/LOG.md).
+results/LOG.md). Wide rows without a gather may be shared by a cluster of ctas, which is not measured yet (CLUSTERS).
 """
 
 import dataclasses
@@ -19,7 +19,10 @@ SOURCE = "quantize_row.cu"
 BLOCKS = 4  # of a warp
 MOST_CTAS = {10: 3, 18: 2, 32: 1}  # warps a cta at most: ctas that a multiprocessor's registers allow
 EIGHTS = {10: (8, 32), 18: (16, 32), 32: (32,)}  # by the same: INT8 blocks at most, whose scales every thread adds
-CLUSTER_BLOCKS, CLUSTER_CTAS = 64, 8  # without a gather, more blocks are shared by a cluster if it has so many ctas
+CLUSTER_BLOCKS, CLUSTER_CTAS = 64, 8  # without a gather, more blocks go to clusters in quantize_token.cu
+CLUSTERS: tuple[int, ...] = ()  # ctas that may share a token of over WHOLE_WARPS warps here; (4, 2): not measured
+WHOLE_WARPS = 18
+MBARRIER = 8  # bytes of shared memory, in a cluster
 RESERVED = 1024  # bytes of shared memory that a cta takes beside those asked for
 MOST_TOKENS, MOST_NORM_TOKENS = 511, 1024  # beyond, other kernels take them
 
@@ -34,13 +37,14 @@ class RowPlan:
     used: int  # bytes of shared memory
     shared_bytes: int  # that are asked for
     eights: int  # INT8 blocks at most
+    cluster: int = 1  # ctas that share a token
 
     def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool) -> dict[str, int | str]:
         """The preprocessor definitions of quantize_row.cu."""
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1,
             "HADAMARD": int(hadamard), "FUSE": FUSES.index(fuse), "GATHER": int(gather or fuse == "rms_norm"),
-            "MOST_BLOCKS": BLOCKS * self.size, "MOST_EIGHTS": self.eights,
+            "MOST_BLOCKS": BLOCKS * self.size * self.cluster, "MOST_EIGHTS": self.eights, "CLUSTER": self.cluster,
             "THREADS": WARP * self.size, "MIN_CTAS": 1 if self.ctas == 1 else MOST_CTAS[self.size],
         }  # fmt: skip
 
@@ -62,19 +66,26 @@ def plan_row(
     """
     blocks, gather = num_blocks(channels), gathered or fuse == "rms_norm"
     warps = -(-blocks // BLOCKS) + 1  # INT4 blocks begin with a new one
+    cluster = 1 if gather or warps <= WHOLE_WARPS else cluster_of(rows, sms)
+    warps = -(-warps // cluster)
     size = next((size for size in MOST_CTAS if warps <= size), None)
     most = MOST_NORM_TOKENS if fuse == "rms_norm" else MOST_TOKENS
     if size is None or channels % 8 or rows > most or (fuse == "silu_mul" and gather):
         return None
     eights = next((most for most in EIGHTS[size] if int8_blocks <= most), None)
     in_clusters = not gather and blocks > CLUSTER_BLOCKS and CLUSTER_CTAS * rows <= sms
-    ctas = min(-(-rows // sms), MOST_CTAS[size])
+    ctas = min(-(-rows * cluster // sms), MOST_CTAS[size])
     if eights is None or in_clusters or (MOST_CTAS[size] == 1 and rows > sms):  # a second wave of such ctas loses
         return None
     cell = 4 if fuse == "rms_norm" else 2  # bytes of a staged channel, its norm's weight included
-    used = 4 * ratios_pitch(blocks) + (blocks * BLOCK * cell if gather else 0)
+    used = 4 * ratios_pitch(blocks) + (blocks * BLOCK * cell if gather else 0) + (MBARRIER if cluster > 1 else 0)
     least = (shared_limit + RESERVED) // (ctas + 1)  # of so many, one more does not fit
-    return RowPlan(warps, size, ctas, used, max(used, least), eights)
+    return RowPlan(warps, size, ctas, used, max(used, least), eights, cluster)
+
+
+def cluster_of(rows: int, sms: int) -> int:
+    """Ctas that share a token, if each has a multiprocessor; these come in groups, which fours may not fill."""
+    return next((ctas for ctas in CLUSTERS if ctas * (rows + (ctas > 2)) <= sms), 1)
 
 
 def ratios_pitch(blocks: int) -> int:
@@ -87,9 +98,9 @@ def configurations(family: str) -> list[Configuration]:
     if family != "sm_90":
         return []
     plans = [
-        RowPlan(size, size, ctas, 0, 0, eights)
+        RowPlan(size, size, ctas, 0, 0, eights, cluster)
         for size, most in MOST_CTAS.items()
-        for ctas in sorted({1, most})
+        for ctas, cluster in [*((ctas, 1) for ctas in sorted({1, most})), (1, 2), (1, 4)]
         for eights in EIGHTS[size]
     ]
     forms = [("none", True), ("none", False), ("rms_norm", True), ("silu_mul", False)]
@@ -97,6 +108,7 @@ def configurations(family: str) -> list[Configuration]:
         Configuration(SOURCE, plan.defines(dtype, hadamard, fuse, gather), OPTIONS)
         for plan in plans
         for fuse, gather in forms
+        if plan.cluster == 1 or not gather
         for dtype in ELEMENTS
         for hadamard in (False, True)
     ]

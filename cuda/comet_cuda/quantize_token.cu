@@ -19,12 +19,6 @@
 
 using namespace comet;
 
-#if CLUSTER > 1
-#define CLUSTER_OF_CTAS __cluster_dims__(1, CLUSTER, 1)
-#else
-#define CLUSTER_OF_CTAS
-#endif
-
 static_assert(CLUSTER == 1 || KEEP, "see the number of rounds");
 
 // The number of INT8 blocks, which come first.

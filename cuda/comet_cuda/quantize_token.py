@@ -78,7 +78,7 @@ def _bind(
         row = quantize_row.plan_row(rows, channels, fuse, gathered, int8_blocks, sms, limit)
         if row is not None:
             defines = row.defines(dtype, hadamard, fuse, gathered)
-            bound = bind(quantize_row.SOURCE, defines, (rows, 1), row.warps, row.shared_bytes)
+            bound = bind(quantize_row.SOURCE, defines, (rows, row.cluster), row.warps, row.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
         many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit, hadamard)
         if many is not None:

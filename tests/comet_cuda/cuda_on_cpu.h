@@ -2,8 +2,8 @@
 // CUDA's language and intrinsics in plain C++, enough to run the quantize_*.cu kernels on a CPU:
 // test_quantize_act_emulated.py puts this file before the kernel (named ENTRY) and calls emulate() after it.
 //
-// A cta's threads are fibers of one thread. A shuffle or vote is a meeting of the 32 lanes of a warp: each leaves its
-// value and sleeps until the last one has come. PTX statements are replaced by calls of the functions in `emu`.
+// The threads of a cta, or of all ctas of a cluster, are fibers of one thread. A shuffle or vote is a meeting of the 32
+// lanes of a warp: each leaves its value and sleeps until the last one has come. PTX statements are replaced by calls of the functions in `emu`.
 #include <cmath>
 #include <cstring>
 #include <cstdio>
@@ -17,10 +17,14 @@
 #define __shared__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define CLUSTER_OF_CTAS
 #define __maxnreg__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ ARCH
 #define uint64_t emu_u64
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 typedef unsigned int u32;
 struct dim3_ { int x, y, z; };
 struct uint2 { u32 x, y; };
@@ -28,13 +32,16 @@ struct uint4 { u32 x, y, z, w; };
 struct int4 { int x, y, z, w; };
 inline uint4 make_uint4(u32 a, u32 b, u32 c, u32 d) { return {a, b, c, d}; }
 namespace emu {
+struct Barrier { int expected, pending; long bytes; u32 phase; };
+struct Cta { dim3_ block; char* memory; int arrived, running; long generation; std::map<u32, Barrier> barriers; };
 struct Warp { u32 in[32], out[32]; int arrived = 0; long generation = 0; };
-struct Fiber { ucontext_t context; dim3_ thread; bool done = false; Warp* warp; std::vector<char> stack; };
+struct Fiber { ucontext_t context; dim3_ thread; bool done = false; Warp* warp; Cta* cta; long cluster_generation; bool waited; std::vector<char> stack; };
 inline Fiber* now; // the one that runs
 inline ucontext_t scheduler;
-inline dim3_ block, grid, threads;
-inline int cta_arrived;
-inline long cta_generation;
+inline dim3_ grid, threads;
+inline Cta ctas[8]; // of a cluster at most (one size: libraries share inline variables)
+inline int cluster_arrived;
+inline long cluster_generation;
 inline void yield() { swapcontext(&now->context, &scheduler); }
 inline const u32* exchange(u32 v) {
   Warp& w = *now->warp;
@@ -48,13 +55,14 @@ inline u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 inline float value(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 }
 #define threadIdx (emu::now->thread)
-#define blockIdx emu::block
+#define blockIdx (emu::now->cta->block)
 #define gridDim emu::grid
 #define blockDim emu::threads
 inline void __syncthreads() {
-  const long g = emu::cta_generation;
-  if (++emu::cta_arrived == emu::threads.x) { emu::cta_arrived = 0; ++emu::cta_generation; }
-  else while (emu::cta_generation == g) emu::yield();
+  emu::Cta& c = *emu::now->cta;
+  const long g = c.generation;
+  if (++c.arrived == emu::threads.x) { c.arrived = 0; ++c.generation; }
+  else while (c.generation == g) emu::yield();
 }
 inline float __uint_as_float(u32 u) { return emu::value(u); }
 inline u32 __float_as_uint(float f) { return emu::bits(f); }
@@ -142,36 +150,35 @@ inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; retu
 }
 // pipeline.cuh. A bulk copy spoils its target at once and arrives when somebody waits, so that too early a read or
 // refill is seen.
-extern char shared[];
 namespace emu {
-struct Barrier { int expected, pending; long bytes; u32 phase; };
 struct Copy { u32 to; const void* from; u32 bytes, barrier; };
-inline std::map<u32, Barrier> barriers;
 inline std::deque<Copy> copies;
 inline void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.expected, b.phase ^= 1; }
 }
 namespace comet {
-inline u32 shared_address(const void* p) { return u32((const char*)p - shared); }
-inline u32 load_shared_2(u32 at) { unsigned short v; memcpy(&v, shared + at, 2); return v; }
-inline uint4 load_shared_16(u32 at) { uint4 v; if (at % 16) abort(); memcpy(&v, shared + at, 16); return v; }
-inline void store_shared_2(u32 at, u32 v) { memcpy(shared + at, &v, 2); }
-inline void store_shared_8(u32 at, u32 a, u32 b) { if (at % 8) abort(); memcpy(shared + at, &a, 4); memcpy(shared + at + 4, &b, 4); }
+inline char* memory_of_cta() { return emu::now->cta->memory; }
+inline std::map<u32, emu::Barrier>& barriers_of_cta() { return emu::now->cta->barriers; }
+inline u32 shared_address(const void* p) { return u32((const char*)p - memory_of_cta()); }
+inline u32 load_shared_2(u32 at) { unsigned short v; memcpy(&v, memory_of_cta() + at, 2); return v; }
+inline uint4 load_shared_16(u32 at) { uint4 v; if (at % 16) abort(); memcpy(&v, memory_of_cta() + at, 16); return v; }
+inline void store_shared_2(u32 at, u32 v) { memcpy(memory_of_cta() + at, &v, 2); }
+inline void store_shared_8(u32 at, u32 a, u32 b) { if (at % 8) abort(); memcpy(memory_of_cta() + at, &a, 4); memcpy(memory_of_cta() + at + 4, &b, 4); }
 inline void fence_proxy_async() {}
-inline void mbarrier_init(u32 at, u32 n) { if (at % 8) abort(); emu::barriers[at] = {int(n), int(n), 0, 0}; }
+inline void mbarrier_init(u32 at, u32 n) { if (at % 8) abort(); memset(memory_of_cta() + at, 0, 8); barriers_of_cta()[at] = {int(n), int(n), 0, 0}; }
 inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(u32 at) { emu::Barrier& b = emu::barriers.at(at); --b.pending; emu::settle(b); }
-inline void mbarrier_expect(u32 at, u32 bytes) { emu::barriers.at(at).bytes += bytes; mbarrier_arrive(at); }
+inline void mbarrier_arrive(u32 at) { emu::Barrier& b = barriers_of_cta().at(at); --b.pending; emu::settle(b); }
+inline void mbarrier_expect(u32 at, u32 bytes) { barriers_of_cta().at(at).bytes += bytes; mbarrier_arrive(at); }
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, unsigned long long) {
   if (to % 16 || bytes % 16 || (unsigned long long)from % 16) abort();
-  memset(shared + to, 0xFF, bytes);
+  memset(memory_of_cta() + to, 0xFF, bytes);
   emu::copies.push_back({to, from, bytes, barrier});
 }
 inline void mbarrier_wait(u32 at, u32 parity) {
-  while (emu::barriers.at(at).phase == parity) {
+  while (barriers_of_cta().at(at).phase == parity) {
     if (!emu::copies.empty()) {
       const emu::Copy c = emu::copies.front(); emu::copies.pop_front();
-      memcpy(shared + c.to, c.from, c.bytes);
-      emu::Barrier& b = emu::barriers.at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
+      memcpy(memory_of_cta() + c.to, c.from, c.bytes);
+      emu::Barrier& b = barriers_of_cta().at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
     } else emu::yield();
   }
 }
@@ -181,6 +188,23 @@ inline void named_sync(int, int members) { // one barrier a kernel
   static long generation = 0;
   const long g = generation;
   if (++arrived == members) { arrived = 0; ++generation; } else while (generation == g) emu::yield();
+}
+// cluster.cuh. Nothing may be sent to a cta that may not have begun, or that has ended.
+inline void cluster_arrive() {
+  emu::now->cluster_generation = emu::cluster_generation;
+  if (++emu::cluster_arrived == CLUSTER * emu::threads.x) emu::cluster_arrived = 0, ++emu::cluster_generation;
+}
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+inline void cluster_wait() { while (emu::cluster_generation == emu::now->cluster_generation) emu::yield(); emu::now->waited = true; }
+inline void store_in_cta(float* at, u32 rank, float x) {
+  emu::Cta& there = emu::ctas[rank];
+  if (rank >= CLUSTER || !emu::now->waited || there.running < emu::threads.x) abort();
+  *(float*)(there.memory + shared_address(at)) = x;
+}
+inline void send_to_cta(float* at, u32 rank, float x, u32 barrier) {
+  emu::Cta& there = emu::ctas[rank];
+  store_in_cta(at, rank, x);
+  emu::Barrier& b = there.barriers.at(barrier); b.bytes -= 4; emu::settle(b);
 }
 }
 #endif
@@ -195,28 +219,30 @@ inline const PARAMS* params;
 inline int shared_end = 0; // the first byte of shared memory beyond all that was written
 inline void body() {
   ENTRY(*params);
-  now->done = true;
+  now->done = true, --now->cta->running;
   swapcontext(&now->context, &scheduler);
 }
 }
-char shared[1 << 18] __attribute__((aligned(1024)));
+char memory[CLUSTER][1 << 18] __attribute__((aligned(1024)));
 extern "C" int shared_used() { const int found = emu::shared_end; emu::shared_end = 0; return found; }
 extern "C" void emulate(const PARAMS* p, int gx, int gy, int n) {
   using namespace emu;
   grid = {gx, gy, 1}; threads = {n, 1, 1}; params = p;
-  std::vector<Fiber> fibers(n);
+  std::vector<Fiber> fibers(CLUSTER * n);
   for (auto& f : fibers) f.stack.resize(1 << 16);
-  for (int y = 0; y < gy; ++y) for (int x = 0; x < gx; ++x) {
-    block = {x, y, 0}; cta_arrived = 0; barriers.clear(); copies.clear();
-    memset(shared, 0xFF, sizeof shared);
-    std::vector<Warp> warps(n / 32);
-    for (int i = 0; i < n; ++i) {
-      Fiber& f = fibers[i]; f.thread = {i, 0, 0}; f.done = false; f.warp = &warps[i / 32];
+  for (int y = 0; y < gy; y += CLUSTER) for (int x = 0; x < gx; ++x) {
+    cluster_arrived = 0; cluster_generation = 0; copies.clear();
+    memset(memory, 0xFF, sizeof memory);
+    std::vector<Warp> warps(CLUSTER * n / 32);
+    for (int i = 0; i < CLUSTER; ++i) ctas[i] = {{x, y + i, 0}, memory[i], 0, n, 0, {}};
+    for (int i = 0; i < CLUSTER * n; ++i) {
+      Fiber& f = fibers[i]; f.thread = {i % n, 0, 0}; f.done = false; f.warp = &warps[i / 32]; f.cta = &ctas[i / n]; f.waited = false;
       getcontext(&f.context); f.context.uc_stack.ss_sp = f.stack.data(); f.context.uc_stack.ss_size = f.stack.size(); f.context.uc_link = nullptr;
       makecontext(&f.context, body, 0);
     }
     for (bool any = true; any;) { any = false; for (auto& f : fibers) if (!f.done) { any = true; now = &f; swapcontext(&scheduler, &f.context); } }
-    for (int i = sizeof shared; i > shared_end; --i) if (shared[i - 1] != char(0xFF)) shared_end = i;
+    for (auto& used : memory)
+      for (int i = sizeof used; i > shared_end; --i) if (used[i - 1] != char(0xFF)) shared_end = i;
   }
 }
 #endif

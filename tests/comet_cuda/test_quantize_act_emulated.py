@@ -57,7 +57,8 @@ PTX = (  # statement of the kernel -> what it means
     (PAIR.format("a"), f"a = {SCALED.format('low')};"),
     (PAIR.format("b"), f"b = {SCALED.format('high')};"),
     (r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32.*?\);', "bytes = emu::e4m3_pair(low, high);"),
-    (r"(?<!extern )__shared__", "static"),
+    (r"extern __shared__ __align__\(\d+\) char shared\[\];", "char* const shared = emu::now->cta->memory;"),
+    (r"__shared__", "static"),
 )
 KERNELS = {
     "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE,

@@ -161,14 +161,15 @@ BUILT = {
 def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1, **how) -> TokenOperand:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
     """What the kernel leaves; the sum of x and residual goes into `residual`.
 
-    how: residual, weight and eps of the norm; row: quantize_row.cu, which must be able to take it.
+    how: residual, weight and eps of the norm; row: quantize_row.cu, which must be able to take it; cluster: ctas that a
+    token must have.
     """
     perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
     gathered = perm is not None
-    plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, 1)
+    plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, how.get("cluster", 1))
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
-    shared_bytes = plan.shared_bytes
+    shared_bytes, cluster = plan.shared_bytes, plan.cluster
     many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, LIMIT, hadamard)
     few = quantize_row.plan_row(rows, channels, fuse, gathered, eights, sms, LIMIT)
     assert few is not None or not how.get("row")
@@ -177,7 +178,8 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
         threads, ctas, entry, shared_bytes = 32 * many.warps, 2, "quantize_many", many.shared_bytes
     elif few is not None and how.get("row"):
         defines = few.defines(x.dtype, hadamard, fuse, gathered)
-        threads, ctas, entry, shared_bytes = 32 * few.warps, rows, "quantize_row", few.used
+        threads, ctas, entry, shared_bytes, cluster = 32 * few.warps, rows, "quantize_row", few.used, few.cluster
+    assert cluster == how.get("cluster", cluster)
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -190,7 +192,7 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     params = struct.pack("<9Q3ifQi4x", *addresses[:9], *sizes, addresses[9], eights)
     assert len(params) == 8 * quantize_token.WORDS
     library = build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"})
-    library.emulate(ctypes.c_char_p(params), ctas, 1, threads)
+    library.emulate(ctypes.c_char_p(params), ctas, cluster, threads)
     assert library.shared_used() <= shared_bytes
     if residual is not None:
         residual.copy_(held[2])
@@ -247,6 +249,55 @@ def test_fused_forms_for_few_tokens_equal_the_reference(build) -> None:  # type:
     assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), 5, arguments[1])
 
 
+@emulation
+@pytest.mark.parametrize(("rows", "channels", "sms", "cluster"), [(9, 1408, 40, 4), (9, 1408, 18, 2), (2, 584, 5, 2)])
+def test_clusters_for_few_tokens_equal_the_reference(  # type: ignore[no-untyped-def]
+    build,  # noqa: F811
+    rows: int,
+    channels: int,
+    sms: int,
+    cluster: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantize_row, "CLUSTERS", (4, 2))
+    monkeypatch.setattr(quantize_row, "WHOLE_WARPS", 1)
+    how = {"sms": sms, "row": True, "cluster": cluster}
+    for mix in MIXES:
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=False, hadamard=mix != "half")
+        got = emulate(build, x, arguments, **how)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
+        gate_up = exact_silu(x.clamp(-900, 900))
+        got = emulate(build, gate_up, arguments, "silu_mul", **how)
+        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
+
+
+@emulation
+@pytest.mark.parametrize(("rows", "channels", "cluster"), [(2, 2184, 2), (1, 4228, 4)])
+def test_clusters_of_the_general_kernel_equal_the_reference(build, rows: int, channels: int, cluster: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for mix, gathered in (("mixed", True), ("half", False)):
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=True)
+        got = emulate(build, x, arguments, sms=132, cluster=cluster)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
+
+
+def test_a_cluster_has_multiprocessors_for_all_its_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_row, "CLUSTERS", (4, 2))
+    widths = (8832, 11008, 14336, 15744, 28672)
+    for channels, eights, fuse in itertools.product(widths, (0, 9, 32), ("none", "silu_mul")):
+        for rows, cluster in {17: 4, 32: 4, 33: 2, 64: 2, 66: 2, 67: 1, 132: 1}.items():
+            plan = quantize_row.plan_row(rows, channels, fuse, False, eights, 132, LIMIT)
+            if cluster == 1 and channels == 28672:
+                assert plan is None
+                continue
+            assert plan is not None and plan.cluster == cluster and plan.ctas == 1
+            assert plan.cluster * plan.warps > num_blocks(channels) / 4 and plan.warps <= plan.size
+            defines = plan.defines(torch.bfloat16, True, fuse, False)
+            assert defines in ROW_FORMS and defines["MOST_BLOCKS"] >= num_blocks(channels)
+    for shape in ((64, 14336, "none", True, 9), (64, 14336, "rms_norm", False, 9), (64, 8192, "silu_mul", False, 9)):
+        assert quantize_row.plan_row(*shape, 132, LIMIT).cluster == 1
+    assert quantize_row.plan_row(16, 14336, "silu_mul", False, 9, 132, LIMIT) is None  # the general kernel's
+
+
 def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
     for rows, channels, fuse in itertools.product(
         (1, 16, 17, 132, 133, 256, 264, 265, 400, 511, 512), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
@@ -258,7 +309,7 @@ def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
         if (wide and (rows > 132 or (not whole and rows <= 16))) or (rows == 512 and fuse != "rms_norm"):
             assert plan is None
             continue
-        assert plan is not None and plan.warps >= num_blocks(channels) / 4 and plan.eights >= eights
+        assert plan is not None and plan.warps * plan.cluster >= num_blocks(channels) / 4 and plan.eights >= eights
         assert plan.defines(torch.float16, True, fuse, gathered) in ROW_FORMS
         fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
         assert fit == plan.ctas == min(-(-rows // 132), 1 if wide else 2 if channels == 8192 else 3)
