@@ -267,7 +267,7 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
   const float ratio = ratio_of<kInt4>(place, v);
   if (place.exists && place.lane == 0) ratios[place.block] = ratio;
   named_sync(1, threads);
-  const TokenScale scales(ratios, p.NB, p.int8_blocks, threadIdx.x % 32, !kFewRegisters);
+  const TokenScale scales(ratios, p.NB, p.int8_blocks, threadIdx.x % 32, false); // few INT8 blocks: MOST_BLOCKS
   float divisor = scales.scale;
   uint32_t by = 1;
   const Destination at(p, place, token);
@@ -275,11 +275,12 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
     const float multiple = scales.multiple(ratio);
     divisor = __fmul_rn(divisor, multiple), by = uint32_t(multiple);
   } else {
-    const int e = scales.exponent(scales.largest_of(ratios, place.block));
+    const int e = scales.exponent(scales.largest_of(place.block));
     divisor = __fmul_rn(divisor, __int_as_float((e + 127) << 23));
+    const int word = exponent_word(scales, place.block, p.int8_blocks, e);
     if (place.exists && place.lane == 0) {
       int* const words = p.multiples + at.atom * 8;
-      words[at.row] = exponent_word(scales, ratios, place.block, p.int8_blocks, e);
+      words[at.row] = word;
       if (token == p.M - 1) // tokens that fill the last atom
         for (int row = at.row + 1; row < 8; ++row) words[row] = 0;
     }

@@ -68,8 +68,8 @@ struct Place {
 
 // Codes of the warp's blocks -> memory.
 template <bool kInt4>
-__device__ __forceinline__ void store(const TokenParams& p, const Place& place, const TokenScale& scales, const float* ratios,
-                                      float ratio, int token, int lane, const float (&v)[kSlots]) {
+__device__ __forceinline__ void store(const TokenParams& p, const Place& place, const TokenScale& scales, float ratio, int token,
+                                      int lane, const float (&v)[kSlots]) {
   const int row = token % 8;
   const size_t atom = size_t(place.block) * ((p.M + 7) / 8) + token / 8;
   float step = scales.scale, factor[4] = {1.f, 1.f, 1.f, 1.f};
@@ -84,10 +84,10 @@ __device__ __forceinline__ void store(const TokenParams& p, const Place& place, 
       certain = quick_codes(v, {inverse * factor[0], inverse * factor[1], inverse * factor[2], inverse * factor[3]}, pairs);
     }
   } else {
-    const int e = scales.exponent(scales.largest_of(ratios, place.block));
+    const int e = scales.exponent(scales.largest_of(place.block));
     step = __fmul_rn(step, __int_as_float((e + 127) << 23));
     int* const words = p.multiples + atom * 8;
-    if (place.exists && place.lane == 0) words[row] = exponent_word(scales, ratios, place.block, p.int8_blocks, e);
+    if (place.exists && place.lane == 0) words[row] = exponent_word(scales, place.block, p.int8_blocks, e);
     if (place.exists && token == p.M - 1 && place.lane > row) words[place.lane] = 0; // tokens that fill the last atom
   }
   if (!certain) exact_codes<kInt4 ? 4 : 8>(v, factor, step, pairs);
@@ -270,9 +270,9 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
 #endif
   const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
   if (place.is_int4)
-    store<true>(p, place, scales, ratios, ratio, token, lane, v);
+    store<true>(p, place, scales, ratio, token, lane, v);
   else
-    store<false>(p, place, scales, ratios, ratio, token, lane, v);
+    store<false>(p, place, scales, ratio, token, lane, v);
   if (thread == 0) p.scale[token] = scales.scale;
   const int padding = token + 1 + int(thread); // tokens that fill the last atom: any finite scale
   if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;

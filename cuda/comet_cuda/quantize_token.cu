@@ -90,11 +90,12 @@ struct WarpBlocks {
       step = __fmul_rn(scales.scale, multiple);
       by = uint32_t(multiple);
     } else {
-      const int e = scales.exponent(scales.largest_of(ratios, block));
+      const int e = scales.exponent(scales.largest_of(block));
       step = __fmul_rn(scales.scale, __int_as_float((e + 127) << 23));
 #if OUT == 1
       int* const words = p.multiples + atom * 8;
-      if (lane == 0) words[row_of_atom] = exponent_word(scales, ratios, block, int8_blocks, e);
+      const int word = exponent_word(scales, block, int8_blocks, e);
+      if (lane == 0) words[row_of_atom] = word;
       if (token == p.M - 1 && lane > row_of_atom && lane < 8) words[lane] = 0; // tokens that fill the last atom
 #endif
     }

@@ -1,11 +1,12 @@
-"""Run the integer GEMM and quantize_token under compute-sanitizer: memcheck, initcheck and racecheck, side by side.
+"""Run what decodes and prefills under compute-sanitizer: memcheck, initcheck and racecheck, side by side.
 
     python cuda/tools/sanitize.py --out results/sanitize.txt
 
-Small problems of every variant in the GEMM's table (and one with the pipeline off), with odd sizes, and every form of
-quantize_token. Operands are made on the CPU and every tensor has memory of its own, so that what a kernel reads beyond
-them, or before it is written, shows. Results are compared where a whole tensor is defined. The summary counts reports
-by tool, kernel and step; a tool that ran out of time or found results wrong says so. Exit status 1 unless all is clean.
+Small problems of every variant in the integer GEMM's table (and one with the pipeline off), with odd sizes, every form
+of quantize_token, and the KV4 cache: written by prefill, in one piece and token by token, then read. Operands are made
+on the CPU and every tensor has memory of its own, so that what a kernel reads beyond them, or before it is written,
+shows. Results are compared where a whole tensor is defined. The summary counts reports by tool, kernel and step; a tool
+that ran out of time or found results wrong says so. Exit status 1 unless all is clean.
 """
 
 import argparse
@@ -30,14 +31,20 @@ from comet_cuda import quantize_token as token
 from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.errors import CometError
 from comet_cuda.jit import SOURCE_FOLDER, CompiledKernel
+from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, kv4_append_ref
+from comet_cuda.kv4_append_cuda import ENTRIES
+from comet_cuda.kv4_decode import kv4_decode, kv4_decode_ref
+from comet_cuda.kv4_prefill import kv4_prefill
 from comet_cuda.quantize_token_ref import quantize_token_ref
+from comet_cuda.rope import rope_append
 from comet_cuda.w4ax_gemm_integer import IntegerTiles
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 PORTS = 49152  # of the first tool; each has some of its own
 ROWS, BLOCKS, EIGHTS = 577, 5, 2  # of the GEMM
 BATCHES = (1, 17, 65, 257)
-KERNELS = tuple(sorted((path.stem for path in SOURCE_FOLDER.glob("*.cu")), key=len, reverse=True))
+LENGTHS = (150, 1, 70, 580)  # tokens of sequences
+KERNELS = tuple(sorted({*ENTRIES, *(path.stem for path in SOURCE_FOLDER.glob("*.cu"))}, key=len, reverse=True))
 STEP, LAUNCHED, WRONG = "step: ", "launched: ", "WRONG: "
 HEADING = re.compile(r"^=+ (?=\S)(?!COMPUTE-SANITIZER|.*SUMMARY|Target application|Host Frame)(.*)$")
 TOTAL = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$")
@@ -71,12 +78,12 @@ def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
 def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     """The same for quantize_token's forms: few tokens, many, channels in fours or not, fused or not, each kernel."""
 
-    def step(m: int, k: int, form: str, gathered: bool) -> bool:
+    def step(m: int, k: int, form: str, gathered: bool, eights: int = EIGHTS) -> bool:
         torch.manual_seed(m + k)
         blocks, wide = -(-k // 128), 2 * k if form == "silu_mul" else k
         x, clip = torch.randn(m, wide).bfloat16(), torch.full((blocks,), 0.8)
         perm = torch.randperm(k).int() if gathered else None
-        rest = (None if perm is None else perm.cuda(), EIGHTS, clip.cuda(), True)
+        rest = (None if perm is None else perm.cuda(), eights, clip.cuda(), True)
         if form == "silu_mul":
             token.silu_mul_quantize_token_gpu(x.cuda(), *rest)
         elif form == "rms_norm":
@@ -85,7 +92,7 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
         else:
             found = token.quantize_token_gpu(x.cuda(), *rest)
             if m % 8 == 0:  # tokens that pad an atom are not written
-                want = quantize_token_ref(x, perm, EIGHTS, clip, True)
+                want = quantize_token_ref(x, perm, eights, clip, True)
                 return all(torch.equal(a.cpu(), b) for a, b in zip(found, want, strict=True))
         return True
 
@@ -101,6 +108,53 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield from all_of("", ((1, 584), (17, 577), (64, 584), (200, 584), (520, 584)))
     for form in ("none", "silu_mul"):  # rows that a cta takes one after the other
         yield f"quantize, 140 x 8840, {form}", lambda form=form: step(140, 8840, form, False)  # type: ignore[misc]
+    for m, k, eights in ((16, 8840, EIGHTS), (16, 8840, 40), (136, 16392, 40)):  # clusters; more INT8 blocks than lanes
+        yield (
+            f"quantize, {m} x {k}, none, {eights} INT8 blocks",
+            lambda m=m, k=k, eights=eights: step(m, k, "none", False, eights),  # type: ignore[misc]
+        )
+
+
+def kv4_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """The same for the KV4 cache: all tokens but each sequence's last at once, the last as a decode step does it."""
+
+    def step(dim: int, page: int, sinks: int, prefill: bool, window: int) -> bool:
+        torch.manual_seed(dim + page)
+        heads, pages, sequences = 2, -(-max(LENGTHS) // page), len(LENGTHS)
+        cache = allocate_pages(sequences * pages, sequences, heads, dim, page, sinks, torch.bfloat16, "cpu")
+        mine = KV4Pages(*(tensor.clone().cuda() for tensor in cache.tensors))
+        table = torch.randperm(sequences * pages).int().view(sequences, pages)
+        slot = torch.cat([torch.full((n,), s) for s, n in enumerate(LENGTHS)]).int()
+        position = torch.cat([torch.arange(n) for n in LENGTHS]).int()
+        length, last = torch.tensor(LENGTHS).int(), torch.tensor(LENGTHS).cumsum(0) - 1
+        k, v = (torch.randn(len(slot), heads, dim).bfloat16() for _ in range(2))
+        kv4_append_ref(k, v, slot, position, table, cache)
+        before = torch.ones(len(slot), dtype=torch.bool).index_fill(0, last, False)
+        if prefill:
+            q = torch.randn(int(before.sum()), 4 * heads, dim).bfloat16()
+            starts = torch.cat((0 * length[:1], length - 1))
+            indices = [x.int().cuda() for x in (starts.cumsum(0), torch.arange(sequences), 0 * length, table)]
+            kv4_prefill(q.cuda(), k[before].cuda(), v[before].cuda(), *indices, mine, dim**-0.5, window)
+        else:
+            given = (x.cuda() for x in (k[before], v[before], slot[before], position[before], table))
+            kv4_append(*given, mine)
+        q = torch.randn(sequences, 4 * heads, dim).bfloat16()
+        one, zero = (torch.full((max(LENGTHS), dim // 2), x).cuda() for x in (1.0, 0.0))
+        qkv, where = torch.cat((q, k[last], v[last]), 1).flatten(1).cuda(), (slot[last].cuda(), position[last].cuda())
+        q_there = rope_append(qkv, one, zero, *where, table.cuda(), mine)
+        got = kv4_decode(q_there, where[0], length.cuda(), table.cuda(), mine, dim**-0.5, window)
+        want = kv4_decode_ref(q, slot[last], length, table, cache, dim**-0.5, window)
+        same = ("k_scale", "k_min", "v_scale", "v_min", "k_sink", "v_sink")  # codes lie elsewhere on a GPU
+        return bool((got.cpu() - want).float().norm() < 0.01 * want.float().norm()) and all(
+            torch.equal(getattr(mine, name).cpu(), getattr(cache, name)) for name in same
+        )
+
+    for dim, page, sinks, prefill, window in (
+        (128, 128, 4, True, 0), (128, 128, 0, False, 0), (64, 64, 4, False, 100), (64, 64, 0, True, 100),
+    ):  # fmt: skip
+        how = "prefill" if prefill else "append"
+        name = f"kv4, heads of {dim}, pages of {page}, {sinks} sinks, {how}, window {window}"
+        yield name, lambda way=(dim, page, sinks, prefill, window): step(*way)  # type: ignore[misc]
 
 
 def run_child() -> None:
@@ -113,7 +167,7 @@ def run_child() -> None:
         return load(self, device)
 
     CompiledKernel.load = noting  # type: ignore[method-assign]
-    for steps in (gemm_steps(), quantize_steps()):
+    for steps in (gemm_steps(), quantize_steps(), kv4_steps()):
         for name, launch in steps:
             print(STEP + name, flush=True)
             if not launch():
@@ -206,7 +260,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("sanitize.txt"), help="the summary; logs go beside it")
     parser.add_argument("--tools", default=",".join(TOOLS), help="separated by commas")
-    parser.add_argument("--seconds", type=float, default=100.0, help="a tool may take")
+    parser.add_argument("--seconds", type=float, default=240.0, help="a tool may take")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

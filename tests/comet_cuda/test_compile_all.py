@@ -130,6 +130,17 @@ def test_no_activation_is_read_before_the_previous_kernel_has_ended(module: str,
             assert reads and min(reads) > code.index("ACQBULK"), one
 
 
+def test_warps_only_read_what_others_left_behind_the_last_barrier(tmp_path: Path) -> None:
+    """Every warp used to write the same maxima over ratios that others were reading: right, but a race."""
+    from comet_cuda.quantize_token_plan import configurations
+
+    found = configurations("sm_90")
+    for one in found[:: len(found) // 3]:
+        code = disassembled(one, "sm_90a", tmp_path)
+        barriers = [at.end() for at in re.finditer(r"\b(?:BAR\.SYNC|UCGABAR_WAIT)\b", code)]
+        assert barriers and "STS" not in code[barriers[-1] :], one
+
+
 def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
     import torch
 

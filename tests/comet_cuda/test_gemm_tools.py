@@ -175,7 +175,7 @@ def run_steps_on_the_cpu(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -
 def test_the_sanitizer_s_steps_are_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_steps_on_the_cpu(monkeypatch)
     outcome = sanitize.parse("memcheck", capsys.readouterr().out)
-    assert outcome.steps >= len(sanitize.BATCHES) + len(sanitize.variants()) + 24 and not outcome.wrong
+    assert outcome.steps >= len(sanitize.BATCHES) + len(sanitize.variants()) + 36 and not outcome.wrong
     assert not outcome.clean, "neither the tool's total nor a kernel was seen"
     run_steps_on_the_cpu(monkeypatch, wrong=True)
     wrong = sanitize.parse("memcheck", capsys.readouterr().out).wrong

@@ -205,10 +205,11 @@ LIMIT = 227 * 1024  # bytes of shared memory that a cta may have
 @pytest.fixture
 def any_number_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_many, "FEWEST_TOKENS_TOKEN", dict.fromkeys(quantize_many.FUSES, 0))
+    monkeypatch.setattr(quantize_many, "FEWEST_OF_WIDE", 0)
 
 
 SHAPES = [  # rows, channels, multiprocessors
-    (9, 1408, 132), (3, 579, 132),
+    (9, 1408, 132), (3, 579, 132), (1, 8200, 132),
     *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((7, 2308, 2), (2, 28800, 2), (3, 12800, 3))),
 ]  # fmt: skip
 

@@ -3,8 +3,8 @@
 // Every block leaves its ratio, the scale it would choose alone, in shared memory; after a barrier every warp finds the
 // token's scale from all of them: the same additions in the same order, so all agree and no second barrier is needed.
 // INT8 blocks come first, in groups of 1, 2, 4, 8, ... Each takes the largest ratio of the INT8 blocks from its group on,
-// so that multiples do not grow; the warps write these maxima over the ratios, whatever other warps have read or written
-// there: maxima from the beginning of a group on stay what they are.
+// so that multiples do not grow. A warp keeps these maxima in its registers, one a group: the ratios, which other warps may
+// still be reading, stay as they are.
 #pragma once
 
 #include "comet/quantize_scale.cuh"
@@ -29,12 +29,13 @@ constexpr uint32_t kDroppedBits = 0xFFF; // a scale keeps 12 significant bits
 // The first INT8 block of the group of block b: 0, 1, 1, 3, 3, 3, 3, 7, ...
 __device__ __forceinline__ int begin_of_group(int b) { return int(0x80000000u >> __clz(b + 1)) - 1; }
 
-// The maxima by groups -> `ratios` of INT8 blocks; returns their sum, the same in all lanes. Up to kWidth blocks (or any
-// number, if it is 32) and no more exchanges than they need: the lanes beyond repeat those before.
-template <int kWidth> __device__ __forceinline__ float sum_of_groups(float* ratios, int eights, int lane) {
-  uint32_t border = 0; // the largest from the last block 31, 63, 127, ... on, where groups begin
+// The sum of the INT8 blocks' maxima, the same in all lanes; that of group g is left in lane g's `of_group`. Up to kWidth
+// blocks (or any number, if it is 32) and no more exchanges than they need: the lanes beyond repeat those before.
+template <int kWidth>
+__device__ __forceinline__ float sum_of_groups(const float* ratios, int eights, int lane, uint32_t& of_group) {
+  const uint32_t own_begin = (1u << lane) - 1; // of this lane's group
   float sum = 0.f;
-  for (int first = 0; first < eights; first += 32) {
+  for (int first = 0; first < (kWidth < 32 ? 1 : eights); first += 32) {
     const int b = first + lane % kWidth, begin = begin_of_group(b);
     uint32_t largest = b < eights ? __float_as_uint(ratios[b]) : 0u;
     if (kWidth == 32 && first + 32 < eights) {
@@ -44,13 +45,14 @@ template <int kWidth> __device__ __forceinline__ float sum_of_groups(float* rati
     }
 #pragma unroll
     for (int d = 1; d < kWidth; d *= 2) largest = max(largest, __shfl_down_sync(kWarp, largest, d, kWidth)); // or its own
-    const uint32_t inside = __shfl_sync(kWarp, largest, begin % kWidth, kWidth);
-    const float shared_by_group = __uint_as_float(begin >= first ? inside : border);
-    if (kWidth == 32 && begin_of_group(first + 31) >= first) border = __shfl_sync(kWarp, largest, 31, 32);
-    if (b < eights) {
-      ratios[b] = shared_by_group;
-      sum = __fadd_rn(sum, shared_by_group);
+    uint32_t shared_by_group = __shfl_sync(kWarp, largest, begin % kWidth, kWidth);
+    const uint32_t begun = __shfl_sync(kWarp, largest, int(own_begin % kWidth), kWidth);
+    if (kWidth < 32 || own_begin - first < 32u) of_group = begun;
+    if (kWidth == 32 && first > 0) { // where most blocks' group began before
+      const uint32_t before = __shfl_sync(kWarp, of_group, 31 - __clz(b + 1));
+      if (begin < first) shared_by_group = before;
     }
+    if (b < eights) sum = __fadd_rn(sum, __uint_as_float(shared_by_group));
   }
 #pragma unroll
   for (int d = kWidth / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kWarp, sum, d));
@@ -88,12 +90,14 @@ template <int kMost> __device__ __forceinline__ float sum_by_thread(const float*
 struct TokenScale {
   float scale, reciprocal;
 #if MOST_BLOCKS
-  uint32_t largest[kGroups]; // in place of the maxima over the ratios
+  uint32_t largest[kGroups]; // of each group and all after it
+#else
+  uint32_t of_group = 0; // the same, of the lane's group
 #endif
 
   // From ratios f32 [blocks] in shared memory, of which the first `eights` are INT8 blocks'. Whole warps. `two_forms`: a
   // short one for few INT8 blocks beside the general one, which costs registers.
-  __device__ __forceinline__ TokenScale(float* ratios, int blocks, int eights, int lane, bool two_forms = true) {
+  __device__ __forceinline__ TokenScale(const float* ratios, int blocks, int eights, int lane, bool two_forms = true) {
 #if MOST_BLOCKS
     uint32_t top = 0; // of INT4 blocks; non-negative floats are ordered as integers
 #pragma unroll
@@ -117,8 +121,8 @@ struct TokenScale {
     float first = 0.f, sum = 0.f; // of the INT8 blocks' maxima: the first, and all
     if (eights > 0) {
       first = __uint_as_float(__reduce_max_sync(kWarp, most));
-      sum = two_forms && eights <= 8 ? sum_of_groups<8>(ratios, eights, lane) : sum_of_groups<32>(ratios, eights, lane);
-      __syncwarp(); // the maxima that this warp reads are there
+      sum = two_forms && eights <= 8 ? sum_of_groups<8>(ratios, eights, lane, of_group)
+                                     : sum_of_groups<32>(ratios, eights, lane, of_group);
     }
 #endif
     float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
@@ -141,15 +145,16 @@ struct TokenScale {
   __device__ __forceinline__ float multiple(float ratio) const {
     return fmaxf(__fsub_rn(__fadd_rn(fminf(over(ratio), kMostOfInt4), kRound), kRound), 1.f);
   }
-  // What INT8 block b counts as: the maximum of its group and all after it.
-  __device__ __forceinline__ float largest_of(const float* ratios, int b) const {
+  // What INT8 block b counts as: the maximum of its group and all after it. Whole warps, but for MOST_BLOCKS.
+  __device__ __forceinline__ float largest_of(int b) const {
 #if MOST_BLOCKS
     uint32_t found = largest[0];
 #pragma unroll
     for (int group = 1; group < kGroups; ++group) found = b + 1 >= 1 << group ? largest[group] : found;
     return __uint_as_float(found);
 #else
-    return ratios[b];
+    asm volatile("" : "+r"(b)); // find the group again rather than keep it in registers
+    return __uint_as_float(__shfl_sync(kWarp, of_group, 31 - __clz(b + 1)));
 #endif
   }
   // An INT8 block's multiple is 2^e.
@@ -159,8 +164,10 @@ struct TokenScale {
 };
 
 // What the GEMM reads of INT8 block b: e, and by how much that of the next INT8 block is less (the INT4 blocks have 0).
-__device__ __forceinline__ int exponent_word(const TokenScale& token, const float* ratios, int b, int eights, int e) {
-  return e | (e - (b + 1 < eights ? token.exponent(token.largest_of(ratios, b + 1)) : 0)) << 8;
+// Whole warps, but for MOST_BLOCKS.
+__device__ __forceinline__ int exponent_word(const TokenScale& token, int b, int eights, int e) {
+  const int next = token.exponent(token.largest_of(b + 1));
+  return e | (e - (b + 1 < eights ? next : 0)) << 8;
 }
 
 } // namespace comet
