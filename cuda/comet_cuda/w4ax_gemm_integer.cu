@@ -32,7 +32,10 @@ struct Place {
     }
 };
 
-// Two producer threads. The weights' one does not wait for the previous kernel, on which weights do not depend.
+constexpr int kFirst = STAGES;  // blocks that the lanes of a warp copy side by side
+static_assert(STAGES <= 32, "a lane each");
+
+// Two producers. The weights' one, a thread, does not wait for the previous kernel, on which weights do not depend.
 __device__ __forceinline__ void produce_weights(const Operands& operands, Place place, int cta, int ctas) {
     const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_first();
@@ -56,27 +59,39 @@ __device__ __forceinline__ void produce_weights(const Operands& operands, Place 
     }
 }
 
-__device__ __forceinline__ void produce_activations(const Operands& operands, Place place, int cta, int ctas) {
+// A warp: its lanes fill the ring's stages for the first time side by side, since all of a GEMM of few tokens waits for
+// that; then one lane goes on.
+__device__ __forceinline__ void produce_activations(const Operands& operands, unsigned ring, int lane, int cta, int ctas) {
     const Schedule& schedule = operands.schedule;
     const unsigned long long policy = l2_evict_last();
-    Segment segment;
-    wait_for_previous();
-    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
+    const auto copy = [&](const Place& place, const Segment& segment, int block) {
         int row_group, token_tile;
         tile_place(schedule, segment.tile, row_group, token_tile);
         const int atoms = min(kTileAtoms, operands.atoms - token_tile * kTileAtoms);
-        const long long at = static_cast<long long>(segment.first) * operands.atoms + token_tile * kTileAtoms;
-        const unsigned char* codes = operands.codes + at * 1024;
-        const unsigned char* multiples = operands.multiples + at * 32;
-        for (int block = segment.first; block < segment.last; ++block) {
-            const bool eight = block < operands.int8_blocks;
-            mbarrier_wait(place.empty(), place.parity);
-            mbarrier_expect(place.full(), atoms * (eight ? 1024 + 32 : 1024));
-            bulk_copy(place.at(), codes, atoms * 1024, place.full(), policy);
-            if (eight) bulk_copy(place.at() + kCodesBytes, multiples, atoms * 32, place.full(), policy);
-            codes += operands.atoms * 1024;
-            multiples += operands.atoms * 32;
-            place.advance();
+        const long long at = static_cast<long long>(block) * operands.atoms + token_tile * kTileAtoms;
+        const bool eight = block < operands.int8_blocks;
+        mbarrier_expect(place.full(), atoms * (eight ? 1024 + 32 : 1024));
+        bulk_copy(place.at(), operands.codes + at * 1024, atoms * 1024, place.full(), policy);
+        if (eight) bulk_copy(place.at() + kCodesBytes, operands.multiples + at * 32, atoms * 32, place.full(), policy);
+    };
+    Segment segment;
+    Place own(ring, 0), next(ring, 0);  // in the second round stages have been emptied once
+    own.stage = lane;
+    int filled = 0;
+    wait_for_previous();
+    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
+        int block = segment.first;
+        if (filled < kFirst) {
+            const int mine = block + lane - filled, count = min(kFirst - filled, segment.last - block);
+            if (mine >= block && mine < block + count) copy(own, segment, mine);
+            filled += count;
+            block += count;
+        }
+        if (lane > 0) continue;
+        for (; block < segment.last; ++block) {
+            mbarrier_wait(next.empty(), next.parity);
+            copy(next, segment, block);
+            next.advance();
         }
     }
 }
@@ -444,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
     if (warpgroup == ROW_WGS) {
         registers_down<PRODUCER_REGS>();
         if (thread == 0) produce_weights(operands, Place(ring, 1), cta, ctas);
-        if (thread == 32) produce_activations(operands, Place(ring, 1), cta, ctas);
+        if (thread >> 5 == 1) produce_activations(operands, ring, thread & 31, cta, ctas);
 #if QUICK
         Segment segment;
         if (thread >= 64 && find_segment(schedule, cta, ctas, 0, segment) && segment.first > 0) {  // a cta gives once, at first
