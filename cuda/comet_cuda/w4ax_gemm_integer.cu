@@ -8,93 +8,11 @@
 //
 // One producer warpgroup copies tiles into a ring of stages; ROW_WGS consumer warpgroups have 64 rows each and TOKEN_TILES
 // products of TOKENS tokens. Tiles are dealt as tile_schedule.cuh says; partial sums are integers, so their order is free.
-#include "comet/gemm_integer.cuh"
+#include "comet/gemm_integer_producers.cuh"
 #include "comet/gemm_output_sm90.cuh"
-#include "comet/pipeline.cuh"
 #include "comet/wgmma.cuh"
 
 namespace comet {
-
-// The ring of stages, as one thread or warpgroup walks it.
-struct Place {
-    unsigned ring;
-    int stage;
-    unsigned parity;
-    __device__ __forceinline__ Place(unsigned ring, unsigned parity) : ring(ring), stage(0), parity(parity) {}
-    __device__ __forceinline__ unsigned at() const { return ring + stage * kStageBytes; }
-    __device__ __forceinline__ unsigned full() const { return ring + kFullAt + 8 * stage; }
-    __device__ __forceinline__ unsigned empty() const { return ring + kEmptyAt + 8 * stage; }
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-constexpr int kFirst = STAGES;  // blocks that the lanes of a warp copy side by side
-static_assert(STAGES <= 32, "a lane each");
-
-// Two producers. The weights' one, a thread, does not wait for the previous kernel, on which weights do not depend.
-__device__ __forceinline__ void produce_weights(const Operands& operands, Place place, int cta, int ctas) {
-    const Schedule& schedule = operands.schedule;
-    const unsigned long long policy = l2_evict_first();
-    const long long row_bytes = static_cast<long long>(schedule.blocks) * kRecord;
-    Segment segment;
-    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
-        int row_group, token_tile;
-        tile_place(schedule, segment.tile, row_group, token_tile);
-        const int first = row_group * ROW_WGS, count = min(ROW_WGS, operands.row_tiles - first);
-        const unsigned char* from = operands.weight + first * row_bytes + static_cast<long long>(segment.first) * kRecord;
-        for (int block = segment.first; block < segment.last; ++block) {
-            mbarrier_wait(place.empty(), place.parity);
-            mbarrier_expect(place.full(), count * kRecord);
-#pragma unroll
-            for (int group = 0; group < ROW_WGS; ++group)
-                if (group < count)
-                    bulk_copy(place.at() + kRecordsAt + group * kRecord, from + group * row_bytes, kRecord, place.full(), policy);
-            from += kRecord;
-            place.advance();
-        }
-    }
-}
-
-// A warp: its lanes fill the ring's stages for the first time side by side, since all of a GEMM of few tokens waits for
-// that; then one lane goes on.
-__device__ __forceinline__ void produce_activations(const Operands& operands, unsigned ring, int lane, int cta, int ctas) {
-    const Schedule& schedule = operands.schedule;
-    const unsigned long long policy = l2_evict_last();
-    const auto copy = [&](const Place& place, const Segment& segment, int block) {
-        int row_group, token_tile;
-        tile_place(schedule, segment.tile, row_group, token_tile);
-        const int atoms = min(kTileAtoms, operands.atoms - token_tile * kTileAtoms);
-        const long long at = static_cast<long long>(block) * operands.atoms + token_tile * kTileAtoms;
-        const bool eight = block < operands.int8_blocks;
-        mbarrier_expect(place.full(), atoms * (eight ? 1024 + 32 : 1024));
-        bulk_copy(place.at(), operands.codes + at * 1024, atoms * 1024, place.full(), policy);
-        if (eight) bulk_copy(place.at() + kCodesBytes, operands.multiples + at * 32, atoms * 32, place.full(), policy);
-    };
-    Segment segment;
-    Place own(ring, 0), next(ring, 0);  // in the second round stages have been emptied once
-    own.stage = lane;
-    int filled = 0;
-    wait_for_previous();
-    for (Worker worker(schedule, cta, ctas); worker.next(segment);) {
-        int block = segment.first;
-        if (filled < kFirst) {
-            const int mine = block + lane - filled, count = min(kFirst - filled, segment.last - block);
-            if (mine >= block && mine < block + count) copy(own, segment, mine);
-            filled += count;
-            block += count;
-        }
-        if (lane > 0) continue;
-        for (; block < segment.last; ++block) {
-            mbarrier_wait(next.empty(), next.parity);
-            copy(next, segment, block);
-            next.advance();
-        }
-    }
-}
 
 // A consumer warpgroup's sums of a tile: acc[set][4 * atom + i], i: (row g, tokens 2t, 2t + 1), (row g + 8, the same).
 struct Consumer {
@@ -438,7 +356,7 @@ __device__ __forceinline__ void store_scaled(
 
 using namespace comet;
 
-extern "C" __global__ void __launch_bounds__(kThreads, CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     w4ax_gemm_integer(const __grid_constant__ Operands operands) {
     extern __shared__ unsigned char shared[];
     const Schedule& schedule = operands.schedule;

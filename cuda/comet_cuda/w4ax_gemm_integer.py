@@ -42,13 +42,16 @@ FEW_REGISTERS = 32  # and where blocks come in batches or three warpgroups share
 
 @dataclass(frozen=True)
 class IntegerTiles:
-    """One compiled variant of the kernel and how its tiles are dealt."""
+    """One compiled variant of the kernel and how its tiles are dealt.
+
+    A cta takes all registers of a multiprocessor. Where two had room, those of a launch that began early lay two by two
+    on multiprocessors that were free first, and left others empty (measured behind quantize_token, results/LOG.md).
+    """
 
     tokens: int  # n of wgmma: 8, 16, 24, 32 or a multiple of 16 up to 256
     token_tiles: int = 1  # of `tokens`, a warpgroup
     row_wgs: int = 2  # consumer warpgroups, 64 rows each
     stages: int = 6
-    ctas_per_sm: int = 1
     stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
     band: int = 8  # row groups walked together
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
@@ -68,7 +71,7 @@ class IntegerTiles:
 
     @property
     def consumer_registers(self) -> int:
-        lane = 65536 // self.ctas_per_sm // self.threads // 8 * 8 * (self.row_wgs + 1)
+        lane = 65536 // self.threads // 8 * 8 * (self.row_wgs + 1)
         return min(240, (lane - self.producer_registers) // self.row_wgs // 8 * 8)
 
     @property
@@ -91,7 +94,6 @@ class IntegerTiles:
             "QUICK": self.quick,
             "MARKED": Workspace.FLAGS if self.marked else 0,
             "STAGES": self.stages,
-            "CTAS_PER_SM": self.ctas_per_sm,
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,
             "PRODUCER_REGS": self.producer_registers,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.quantize_act import int8_group
+from comet_cuda.quantize_token import quantize_token_gpu
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm_integer import IntegerTiles
 from comet_cuda.weight_layout import token_atoms, untile_activations_integer_sm90, untile_weight_integer_sm90
@@ -59,7 +60,7 @@ def integer_candidates(m: int) -> list[IntegerTiles]:
     else:
         n = 8 if m <= 8 else 16
         few = [
-            IntegerTiles(n, stages=12, ctas_per_sm=2, batch=3),
+            IntegerTiles(n, stages=11, batch=3),
             IntegerTiles(n, stages=14, batch=4),
             IntegerTiles(n, row_wgs=4, stages=8, batch=2),
             IntegerTiles(n, row_wgs=3, stages=12, batch=3),
@@ -125,12 +126,22 @@ class IntegerProblem:
         wrong = int((outputs[0][:, : self.rows] != self.want.to(self.out)).sum())
         return f"{wrong} of {self.want.numel()} results differ" if wrong else ""
 
-    def time(self, tiles: IntegerTiles | None, pdl: bool = True) -> float:
-        """Microseconds, or infinity with the reason printed."""
+    def time(self, tiles: IntegerTiles | None, pdl: bool = True, behind: bool = False) -> float:
+        """Microseconds, or infinity with the reason printed. behind: of a quantization of as many tokens and the GEMM
+        behind it, as a decoder has them: the next launch begins early, and where its ctas find room then decides."""
         if wrong := self.problem(tiles):
             print(f"  WRONG m={self.m} n={self.n} {tiles}: {wrong}")
             return float("inf")
-        return median_microseconds([self.launcher(records, tiles, pdl) for records in self.sets])
+        launches = [self.launcher(records, tiles, pdl) for records in self.sets]
+        if behind:
+            k = 128 * len(self.bits)
+            x, perm = torch.randn(self.m, k, device="cuda").bfloat16(), torch.randperm(k, device="cuda").int()
+            clip = torch.ones(len(self.bits), device="cuda")
+            launches = [
+                lambda launch=launch: (quantize_token_gpu(x, perm, self.int8_blocks, clip, True), launch())  # type: ignore[misc]
+                for launch in launches
+            ]
+        return median_microseconds(launches)
 
 
 def integer_problems(tiles: IntegerTiles | None, runs: int = 3) -> Iterable[str]:

@@ -235,7 +235,7 @@ def parse_variants(text: str, share: int) -> list[Any]:
 def short(tiles: Any) -> str:
     if isinstance(tiles, integer.IntegerTiles):
         text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
-        text += f" x{tiles.ctas_per_sm} b{tiles.batch} band {tiles.band}"
+        text += f" b{tiles.batch} band {tiles.band}"
         return text + " quick" * tiles.quick + " marked" * tiles.marked + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}" + " zp" * tiles.zero_product
@@ -274,7 +274,9 @@ def compile_all(variants: Iterable[Any], verbose: bool = False) -> None:
                 print(line)
 
 
-def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Any], pdl: bool, share: int) -> None:
+def tune(
+    batches: list[int], shapes: list[tuple[int, int]], given: list[Any], pdl: bool, share: int, behind: bool
+) -> None:
     compile_all(tiles for m in batches for tiles in (given or candidates(m, share)))
     for m in batches:
         totals: dict[Any, list[float]] = {}
@@ -283,7 +285,7 @@ def tune(batches: list[int], shapes: list[tuple[int, int]], given: list[Any], pd
             base, bound = time_cublas(m, n, k), bound_us(problem, k)
             print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x)")
             for tiles in given or candidates(m, share):
-                us = problem.time(tiles, pdl)
+                us = problem.time(tiles, pdl, behind=True) if behind else problem.time(tiles, pdl)
                 totals.setdefault(tiles, []).append(base / us)
                 print(f"    {short(tiles):30s} {us:9.2f} us  {base / us:5.2f}x  {bound / us:5.1%} of bound")
             del problem
@@ -357,6 +359,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="")
     parser.add_argument("--variants", default="")
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="tune integer scales without a quantization before each")
     parser.add_argument(
         "--share", type=int, default=1, choices=(1, TOKEN), help="1: a scale a block; 0: integer scales"
     )
@@ -372,7 +375,8 @@ def main() -> None:
     if args.verb == "check":
         sys.exit(check() > 0)
     if args.verb == "tune":
-        tune(batches, shapes, given, not args.no_pdl, args.share)  # type: ignore[arg-type]
+        behind = args.share == TOKEN and not args.alone
+        tune(batches, shapes, given, not args.no_pdl, args.share, behind)  # type: ignore[arg-type]
     else:
         bench(args.out, batches, shapes, not args.no_pdl, args.share)  # type: ignore[arg-type]
 

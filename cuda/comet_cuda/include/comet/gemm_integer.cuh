@@ -1,8 +1,8 @@
 // The sm_90a GEMM for integer scales: its sizes, all known at compile time, and its parameter.
 //
 // Compile-time: TOKENS (n of wgmma), TOKEN_TILES (of TOKENS, a warpgroup), ROW_WGS (consumer warpgroups, 64 rows each),
-// BATCH (INT4 blocks between two waits), QUICK (1) and MARKED (where marked words begin, or 0): see Shares; STAGES, CTAS_PER_SM, CONSUMER_REGS, PRODUCER_REGS and OUT
-// (0 bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once.
+// BATCH (INT4 blocks between two waits), QUICK (1) and MARKED (where marked words begin, or 0): see Shares; STAGES,
+// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once.
 #pragma once
 
 #include "comet/tile_schedule.cuh"
