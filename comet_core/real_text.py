@@ -1,10 +1,11 @@
 """Real text through the runner: a packed model on a GPU against the CPU reference, long context, and passkeys.
 
 In: a packed folder, or any 16-bit model. Out: eval records. The decision: three questions, each with its own yardstick.
-(1) Does the GPU compute what the references compute? The packed Hugging Face model on the CPU, in the same 16-bit type
-and in float32, is the reference; how far these two are apart says what rounding alone does to a model whose activations
-have 4 bits. (2) What does the 4-bit cache cost at 8,192 tokens? (3) Is a passkey in a long text found again? Both are
-answered by the same weights with a 16-bit cache beside.
+(1) Does the GPU compute what the references compute? The packed Hugging Face model on the CPU is the reference: of the
+same model on the GPU in float32, where both round alike, and of the runner in 16 bit; how far the reference in 16 bit
+and in float32 are apart says what rounding alone does to a model whose activations have 4 bits. (2) What does the 4-bit
+cache cost at 8,192 tokens? (3) Is a passkey in a long text found again? Both are answered by the same weights with a
+16-bit cache beside.
 
     python -m comet_core.real_text PACKED --record results/measured/real_text.jsonl
 """
@@ -96,11 +97,11 @@ def runner_rows(runner: Runner, tokens: Tensor, decoded: int) -> Iterator[Tensor
         runner.cache.release(0)
 
 
-def reference_rows(folder: Path, windows: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """What the packed Hugging Face model says on the CPU: f32 log-probabilities [L - 1, V] of each window [L]."""
-    model = load_packed(folder, device="cpu", dtype=dtype).model
+def reference_rows(folder: Path, windows: Tensor, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """What the packed Hugging Face model says: f32 log-probabilities [L - 1, V] of each window [L], on the CPU."""
+    model = load_packed(folder, device=device, dtype=dtype).model
     with torch.no_grad():
-        return [log_probabilities(model, final_hidden(model, window[None])) for window in windows]
+        return [log_probabilities(model, final_hidden(model, window[None].to(device))).cpu() for window in windows]
 
 
 def compare(runner: Runner | None, windows: Tensor, wanted: Sequence[Tensor], found: Sequence[Tensor] = ()) -> Against:
@@ -214,6 +215,9 @@ def run(given: argparse.Namespace) -> Iterator[Record]:
     if given.windows and subject.source is None:
         windows, folder = text(given.seq_len, given.windows), Path(given.model)
         exact = reference_rows(folder, windows, torch.float32)
+        on_device = compare(None, windows, exact, reference_rows(folder, windows, torch.float32, device))
+        task = f"model {device} float32 against cpu float32"
+        yield from records(on_device.values(), len(windows), given.seq_len, task=task, kv_bits=4)
         for dtype in kinds:
             name = str(dtype).removeprefix("torch.")
             runner = Runner(runner_from_packed(folder, device, dtype), kv_bits=4, batch=1, context=given.seq_len)

@@ -41,6 +41,10 @@ def is_of_runner(record: Record) -> bool:
     return "kv_bits" in record.get("protocol", {})
 
 
+def _kl(nats: float) -> str:
+    return f"{nats:.3f}" if nats >= 0.001 else f"{nats:.1g}"
+
+
 def real_text_table(records: list[Record]) -> str:
     """A packed model by two computations of it: what the first says against the second, one row a pair."""
     chosen = [r for r in records if r["kind"] == "eval" and is_of_runner(r) and " against " in r["task"]]
@@ -50,7 +54,7 @@ def real_text_table(records: list[Record]) -> str:
         groups.setdefault(tuple(str(r[name]) for name in key), {})[r["metric"]] = r["value"]
     rows = [
         [f"{model}, {recipe}", task, f"{windows} x {int(length):,}", f"{found['perplexity']:.2f}",
-         f"{found['reference_perplexity']:.2f}", f"{found['kl']:.3f}", f"{100 * found['top1']:.1f}%"]
+         f"{found['reference_perplexity']:.2f}", _kl(found["kl"]), f"{100 * found['top1']:.1f}%"]
         for (model, recipe, task, windows, length), found in groups.items()
     ]  # fmt: skip
     header = ["model", "what against what", "windows", "perplexity", "its reference's", "KL", "top-1 alike"]
