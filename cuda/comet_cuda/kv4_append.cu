@@ -15,7 +15,7 @@
 //
 // Definitions: those of kv4_cache.cuh, and ENTRY (0 kv4_append, 1 rope_append, 2 rope_qk,
 // 3 kv4_append_chunk: kv4_append of whole sequences, with `starts`, 4 kv4_append_token,
-// 5 rope_append_wave; EARLY 1: it reads slot, position, page_table, cos and sin before the previous kernel has ended).
+// 5 rope_append_wave).
 #include "comet/kv4_quantize.cuh"
 
 using namespace comet;
@@ -302,11 +302,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append(const 
 constexpr int kRotated = 4; // q and k heads of a warp, all loaded before the first is stored
 constexpr int kSeen = 8;    // times 32 tokens that a warp looks at in one trip to memory
 
-__device__ __forceinline__ void begin() {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-}
-
 // Angles of position t (that of padding may be anything).
 __device__ __forceinline__ Angles angles_at(const Params& p, int t, int lane) {
   const size_t row = size_t(max(t, 0)) * p.half;
@@ -317,7 +312,6 @@ __device__ __forceinline__ Angles angles_at(const Params& p, int t, int lane) {
 __device__ __forceinline__ void complete_pages(const Params& p, int index, int warps, uint16_t* newest, int lane) {
   const Cache& c = p.cache;
   const int heads = p.q_heads + c.heads, pieces = c.heads * kVectors; // of a token
-  bool begun = !EARLY; // a warp without a piece need not begin
 #pragma unroll 1
   for (int base = 0; base < p.tokens; base += 32 * kSeen) {
     uint32_t filled = 0; // lane i: those of tokens base + 32 i on that fill a page
@@ -332,7 +326,6 @@ __device__ __forceinline__ void complete_pages(const Params& p, int index, int w
     }
 #pragma unroll 1
     for (int item = index; item < count * pieces; item += warps) {
-      if (!begun) begin(), begun = true;
       int nth = item / pieces;
       const uint32_t here = __ballot_sync(~0u, nth >= before && nth < before + __popc(filled));
       const int from = __ffs(int(here)) - 1;
@@ -362,7 +355,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append_wave(c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.q_heads + c.heads;
   const int parts = c.heads + (heads + kRotated - 1) / kRotated; // of a token, a warp each
   const int ctas = (p.tokens * parts + kWarps - 1) / kWarps;
-  if (!EARLY) begin();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (int(blockIdx.x) >= ctas) {
     complete_pages(p, (blockIdx.x - ctas) * kWarps + warp, (gridDim.x - ctas) * kWarps,
                    reinterpret_cast<uint16_t*>(memory) + warp * kDim, lane);
@@ -375,10 +369,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append_wave(c
   if (part < c.heads) { // a value
     if (s < 0) return;
     const int page = place >= 0 ? c.page_table[size_t(s) * c.table_width + place / kPage] : 0;
-    if (EARLY) {
-      if (place >= 0) prefetch_values(c, page, part, slot, lane);
-      begin();
-    }
     const uint16_t* v = row + (heads + part) * kDim;
     if (place >= 0)
       append_values(c, page, part, slot, 1, v, 0, lane);
@@ -389,7 +379,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) rope_append_wave(c
   }
   const int first = (part - c.heads) * kRotated;
   const Angles angles = angles_at(p, t, lane);
-  if (EARLY) begin();
   uint32_t pairs[kRotated][kPairs] = {};
 #pragma unroll
   for (int n = 0; n < kRotated; ++n)

@@ -10,6 +10,7 @@ that ran out of time or found results wrong says so. Exit status 1 unless all is
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -21,12 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from integer_variants import random_operands
 
+from comet_cuda import kv4_append_cuda
 from comet_cuda import quantize_token as token
 from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.errors import CometError
@@ -108,7 +111,8 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield from all_of("", ((1, 584), (17, 577), (64, 584), (200, 584), (520, 584)))
     for form in ("none", "silu_mul"):  # rows that a cta takes one after the other
         yield f"quantize, 140 x 8840, {form}", lambda form=form: step(140, 8840, form, False)  # type: ignore[misc]
-    for m, k, eights in ((16, 8840, EIGHTS), (16, 8840, 40), (136, 16392, 40)):  # clusters; more INT8 blocks than lanes
+    clusters = ((16, 8840, EIGHTS), (16, 8840, 40), (24, 8840, EIGHTS), (40, 8840, EIGHTS))  # of 8, 8, 4 and 2 ctas
+    for m, k, eights in (*clusters, (136, 16392, 40)):  # 40: more INT8 blocks than lanes
         yield (
             f"quantize, {m} x {k}, none, {eights} INT8 blocks",
             lambda m=m, k=k, eights=eights: step(m, k, "none", False, eights),  # type: ignore[misc]
@@ -118,7 +122,7 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
 def kv4_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     """The same for the KV4 cache: all tokens but each sequence's last at once, the last as a decode step does it."""
 
-    def step(dim: int, page: int, sinks: int, prefill: bool, window: int) -> bool:
+    def step(dim: int, page: int, sinks: int, prefill: bool, window: int, entry: str) -> bool:
         torch.manual_seed(dim + page)
         heads, pages, sequences = 2, -(-max(LENGTHS) // page), len(LENGTHS)
         cache = allocate_pages(sequences * pages, sequences, heads, dim, page, sinks, torch.bfloat16, "cpu")
@@ -141,7 +145,8 @@ def kv4_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
         q = torch.randn(sequences, 4 * heads, dim).bfloat16()
         one, zero = (torch.full((max(LENGTHS), dim // 2), x).cuda() for x in (1.0, 0.0))
         qkv, where = torch.cat((q, k[last], v[last]), 1).flatten(1).cuda(), (slot[last].cuda(), position[last].cuda())
-        q_there = rope_append(qkv, one, zero, *where, table.cuda(), mine)
+        with patch.object(kv4_append_cuda, "rope_entry", return_value=entry):
+            q_there = rope_append(qkv, one, zero, *where, table.cuda(), mine)
         got = kv4_decode(q_there, where[0], length.cuda(), table.cuda(), mine, dim**-0.5, window)
         want = kv4_decode_ref(q, slot[last], length, table, cache, dim**-0.5, window)
         same = ("k_scale", "k_min", "v_scale", "v_min", "k_sink", "v_sink")  # codes lie elsewhere on a GPU
@@ -149,12 +154,11 @@ def kv4_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
             torch.equal(getattr(mine, name).cpu(), getattr(cache, name)) for name in same
         )
 
-    for dim, page, sinks, prefill, window in (
-        (128, 128, 4, True, 0), (128, 128, 0, False, 0), (64, 64, 4, False, 100), (64, 64, 0, True, 100),
-    ):  # fmt: skip
+    ways = ((128, 128, 4, True, 0), (128, 128, 0, False, 0), (64, 64, 4, False, 100), (64, 64, 0, True, 100))
+    for (dim, page, sinks, prefill, window), entry in itertools.product(ways, ("rope_append", "rope_append_wave")):
         how = "prefill" if prefill else "append"
-        name = f"kv4, heads of {dim}, pages of {page}, {sinks} sinks, {how}, window {window}"
-        yield name, lambda way=(dim, page, sinks, prefill, window): step(*way)  # type: ignore[misc]
+        name = f"kv4, heads of {dim}, pages of {page}, {sinks} sinks, {how}, window {window}, {entry}"
+        yield name, lambda way=(dim, page, sinks, prefill, window, entry): step(*way)  # type: ignore[misc]
 
 
 def run_child() -> None:

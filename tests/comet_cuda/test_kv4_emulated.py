@@ -43,10 +43,9 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     emulated.emulate(monkeypatch, folder)
 
 
-@pytest.fixture(params=[("rope_append", False), ("rope_append_wave", False), ("rope_append_wave", True)])
-def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(("ROPE_APPEND", "EARLY"), request.param, strict=True):
-        monkeypatch.setattr(kv4_append_cuda, name, value)
+@pytest.fixture(params=["rope_append", "rope_append_wave"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv4_append_cuda, "rope_entry", lambda _: request.param)
 
 
 def ints(values: object) -> Tensor:
@@ -108,7 +107,7 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.float() - expected).norm() / expected.norm())
 
 
-@pytest.mark.usefixtures("_every_way")
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(("heads", "dim", "page", "sinks", "dtype"), CASES)
 def test_append(heads: int, dim: int, page: int, sinks: int, dtype: torch.dtype) -> None:
     given = problem(heads, dim, page, sinks, dtype)
@@ -189,7 +188,7 @@ def test_prefill(case: int, group: int, window: int, softcap: float) -> None:
     assert_equal_caches(cache, expected_cache)
 
 
-@pytest.mark.usefixtures("_every_way")
+@pytest.mark.usefixtures("_both_ways")
 def test_rope() -> None:
     torch.manual_seed(0)
     dim, q_heads, heads = 96, 3, 1
@@ -234,7 +233,7 @@ def assert_rope_append_equals(
     return caches[1]
 
 
-@pytest.mark.usefixtures("_every_way")
+@pytest.mark.usefixtures("_both_ways")
 @pytest.mark.parametrize(
     ("heads", "q_heads", "sinks", "dim", "page", "dtype"),
     [
@@ -253,13 +252,28 @@ def test_rope_append_shares_out_every_head(
     assert cache.k_codes.any() and cache.v_codes.any()
 
 
-@pytest.mark.usefixtures("_every_way")
+@pytest.mark.usefixtures("_both_ways")
 def test_any_of_many_tokens_may_complete_a_page() -> None:
     """More tokens than a warp looks at in one trip; neighbours, the first, the last, and several of 32."""
     done = (0, 31, 32, 33, 100, 255, 256, 289)
     position = [31 if row in done else row % 31 for row in range(290)]
     cache = assert_rope_append_equals(1, 1, 0, 32, 64, torch.bfloat16, list(range(290)), position)
     assert int(cache.k_codes.flatten(1).any(1).sum()) == len(done)
+
+
+def test_few_and_many_tokens_are_appended_in_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule itself: what is asked of which entry, and that each runs."""
+    ways = {1: "_wave", 16: "_wave", 17: "", 64: "", 127: "", 128: "_wave", 256: "_wave"}
+    assert {tokens: kv4_append_cuda.rope_entry(tokens) for tokens in ways} == {
+        tokens: f"rope_append{way}" for tokens, way in ways.items()
+    }
+    seen: list[str] = []
+    kernel = kv4_append_cuda._append_kernel
+    monkeypatch.setattr(kv4_append_cuda, "_append_kernel", lambda *args: seen.append(args[-1]) or kernel(*args))
+    for tokens in (16, 17, 128):
+        position = [31 if row == tokens - 1 else row % 31 for row in range(tokens)]
+        assert_rope_append_equals(1, 1, 0, 32, 64, torch.bfloat16, list(range(tokens)), position)
+    assert seen == ["rope_append_wave", "rope_append", "rope_append_wave"]
 
 
 CODES = """

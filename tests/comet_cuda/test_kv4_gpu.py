@@ -25,7 +25,7 @@ BOUND = {torch.bfloat16: 2.2e-3, torch.float16: 1.6e-3}
 
 @pytest.fixture(params=["rope_append", "rope_append_wave"])
 def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv4_append_cuda, "ROPE_APPEND", request.param)
+    monkeypatch.setattr(kv4_append_cuda, "rope_entry", lambda _: request.param)
 
 
 def ints(values: object) -> Tensor:
@@ -120,7 +120,7 @@ def test_the_cache_equals_the_reference(
         assert_equal_caches(cache, expected, page)
     one, zero = torch.ones(max(LENGTHS), dim // 2).cuda(), torch.zeros(max(LENGTHS), dim // 2).cuda()
     for way in ("rope_append", "rope_append_wave"):
-        monkeypatch.setattr(kv4_append_cuda, "ROPE_APPEND", way)
+        monkeypatch.setattr(kv4_append_cuda, "rope_entry", lambda _, way=way: way)
         cache = given.cache("cuda")
         for k, v, slot, position in given.calls(1):
             q = torch.randn(k.shape[0], 2 * heads, dim).to(dtype)

@@ -42,12 +42,6 @@ __device__ __forceinline__ Range range_of_token(const float (&x)[kLaneElements])
   return choose_range(low, high);
 }
 
-// The words that append_values will read -> L2, by one warp.
-__device__ __forceinline__ void prefetch_values(const Cache& c, int page, int head, int slot, int lane) {
-  for (int d = 4 * lane; d < kDim; d += 128)
-    prefetch_l2(c.v_codes + size_t(page_head(c, page, head)) * kPageBytes + value_word(slot, d));
-}
-
 // Up to eight tokens of one word, slots `slot` to `slot + count`, values at v + i * pitch: by one warp. Lane l holds
 // channels l, l + 32, ...; nibbles of other tokens stay.
 __device__ __forceinline__ void append_values(const Cache& c, int page, int head, int slot, int count,
