@@ -257,7 +257,7 @@ def gemm_table(records: Iterable[Record]) -> str:
     for record in latest(chosen, (*row, "int4_fraction", "n", "k")):
         groups.setdefault(json.dumps([record[name] for name in row]), []).append(record)
     rows = []
-    for found in groups.values():
+    for found in sorted(groups.values(), key=lambda found: (found[0]["kernel"], found[0]["m"])):
         first, ratios = found[0], [record["speedup"] for record in found]
         rows.append(
             [

@@ -144,6 +144,9 @@ def test_gemm_table_is_a_geometric_mean_of_the_latest_and_shows_losses() -> None
     shapes = [record, record | {"speedup": 2.0}, record | {"n": 256, "speedup": 0.5}, record | {"op": "other"}]
     (row,) = results.gemm_table(shapes).splitlines()[2:]
     assert [cell.strip() for cell in row.split("|")][4:8] == ["4", "2", "1.00", "0.50 to 2.00"]
+    table = results.gemm_table(record | {"m": m, "includes_quantize": q} for m in (16, 1) for q in (False, True))
+    order = [[cell.strip() for cell in line.split("|")][3:5] for line in table.splitlines()[2:]]
+    assert order == [[what, m] for m in ("1", "16") for what in ("GEMM alone", "with quantize_act")]
 
 
 def test_the_ablation_table_pairs_launches_of_one_commit() -> None:
