@@ -177,10 +177,8 @@ def eval_table(records: Iterable[Record]) -> str:
     Where the cache was left in 16 bit (`comet eval --kv16`) beside one in 4 bit, that perplexity stands in a column of
     its own. 16-bit comes first within a model, then by rising perplexity; below stands what each base model is.
     """
-    evals = [
-        record | {"engine": record["protocol"].get("engine", "comet")} for record in records if record["kind"] == "eval"
-    ]
-    row_key = ("model", "task", "seq_len", "windows", "recipe", "engine")
+    evals = [record for record in records if record["kind"] == "eval"]
+    row_key = ("model", "task", "seq_len", "windows", "recipe")
     groups: dict[str, dict[bool, dict[str, Record]]] = {}
     for record in latest(evals, (*row_key, "kv_quantized", "metric")):
         caches = groups.setdefault(json.dumps([record[key] for key in row_key]), {})
@@ -207,7 +205,7 @@ def eval_table(records: Iterable[Record]) -> str:
         rows.append(
             [
                 head["model"],
-                head["recipe"] + ("" if head["engine"] == "comet" else f", {head['engine']}"),
+                head["recipe"],
                 f"{head['task']}, {head['windows']} x {head['seq_len']:,}",
                 _figure(head["value"]),
                 _figure(metrics["kl"]["value"], 4) if "kl" in metrics else "",

@@ -41,6 +41,46 @@ def is_of_runner(record: Record) -> bool:
     return "kv_bits" in record.get("protocol", {})
 
 
+def is_beside_vllm(record: Record) -> bool:
+    """Whether a record is of the comparison with vLLM, which has a table of its own."""
+    return "engine" in record.get("protocol", {})
+
+
+def accuracy_table(records: list[Record]) -> str:
+    """Recipes by perplexity, of each model, text and window length only the most windows that were measured."""
+    chosen = [
+        r for r in records
+        if r["kind"] == "eval" and not (is_variant(r) or is_of_runner(r) or is_beside_vllm(r))
+    ]  # fmt: skip
+    most: dict[tuple[str, str, int], float] = {}
+    for r in chosen:
+        key = (r["model"], r["task"], r["seq_len"])
+        most[key] = max(most.get(key, 0), _windows(r))
+    return eval_table(r for r in chosen if _windows(r) == most[r["model"], r["task"], r["seq_len"]])
+
+
+def _windows(record: Record) -> float:
+    return math.inf if record["windows"] == "all" else float(record["windows"])
+
+
+def vllm_table(records: list[Record]) -> str:
+    """Perplexities of one packed folder by vLLM and by COMET, the same windows in the same 16-bit type."""
+    chosen = [r for r in records if r["kind"] == "eval" and is_beside_vllm(r) and r["metric"] == "perplexity"]
+    key = ("model", "recipe", "task", "windows", "seq_len", "kv_quantized")
+    own = {tuple(r[name] for name in key): r["value"] for r in chosen if r["protocol"]["engine"] == "comet"}
+    theirs = [r | {"engine": r["protocol"]["engine"]} for r in chosen if r["protocol"]["engine"] != "comet"]
+    rows = []
+    for r in latest(theirs, (*key, "engine")):
+        comet, error = own[tuple(r[name] for name in key)], r["protocol"].get("beside_comet", {}).get("vllm", {})
+        spread = f" ± {100 * error['standard_error']:.2f}%" if error else ""
+        rows.append(
+            [f"{r['model']}, {r['recipe']}", r["engine"], f"{r['windows']} x {r['seq_len']:,}",
+             "4-bit" if r["kv_quantized"] else "16-bit", f"{comet:.2f}", f"{r['value']:.2f}",
+             f"{100 * (r['value'] / comet - 1):+.2f}%{spread}"]
+        )  # fmt: skip
+    return markdown(["model", "engine", "windows", "KV", "comet eval", "vLLM", "difference"], rows)
+
+
 def _kl(nats: float) -> str:
     return f"{nats:.3f}" if nats >= 0.001 else f"{nats:.1g}"
 
@@ -100,7 +140,8 @@ ENOUGH = 100  # documents of a task: fewer say nothing
 
 # marker name -> what stands between the markers
 TABLES: dict[str, Callable[[list[Record]], str]] = {
-    "eval": lambda records: eval_table([r for r in records if not is_variant(r) and not is_of_runner(r)]),
+    "eval": accuracy_table,
+    "vllm": vllm_table,
     "zero-shot": lambda records: zero_shot_table(
         [r for r in records if not is_variant(r) and (r.get("limit") is None or r["limit"] >= ENOUGH)]
     ),

@@ -130,6 +130,20 @@ def test_eval_table_puts_16_bit_first_and_takes_the_latest() -> None:
     assert table.count("dequantized from a 4-bit GGUF file") == 1
 
 
+def test_the_readme_shows_the_longest_text_and_vllm_apart() -> None:
+    short = [eval_record(windows=windows, value=20.0 + windows) for windows in (4, 40)]
+    beside = {"engine": "vLLM 1", "beside_comet": {"vllm": {"standard_error": 0.001}}}
+    pair = [
+        eval_record(windows=16, value=25.0, protocol={"engine": "comet"}),
+        eval_record(windows=16, value=25.5, protocol=beside),
+    ]
+    shown = tables.accuracy_table([*short, *pair, eval_record(recipe="w4a4kv4+try", windows=40)])
+    assert "40 x" in shown and "| 60.00 |" in shown and len(shown.split("\n\n")[0].splitlines()) == 3
+    assert "all x" in tables.accuracy_table([*short, eval_record(windows="all")])
+    (row,) = tables.vllm_table([*short, *pair]).splitlines()[2:]
+    assert [cell.strip() for cell in row.strip("|").split("|")][4:] == ["25.00", "25.50", "+2.00% ± 0.10%"]
+
+
 def bench_record() -> results.Record:
     return {
         "kind": "bench", "op": "w4ax_gemm", "arch": "sm_90a", "path": "p", "m": 4, "n": 128, "k": 128,
