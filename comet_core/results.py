@@ -37,6 +37,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "model", "recipe", "layers", "samples", "device", "pack_s_by_layer", "ram_above_imports", "bound", "provenance",
     ),
     "kills": ("commands", "seed", "runs", "outcomes", "failures", "provenance"),  # tests/kill/campaign.py
+    "dry-run-check": ("case", "model", "device", "provenance"),  # what a dry run said beside what the run took
     "e2e": (
         "model", "scheme", "engine", "batch", "prompt_tokens", "output_tokens", "tokens_per_s", "ttft_ms", "tpot_ms",
         "memory_gib", "provenance",

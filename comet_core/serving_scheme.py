@@ -1,11 +1,12 @@
 """Serving schemes, and the memory that a model takes in one: weights, KV cache and workspace, from shapes alone.
 
 The decision: what fits is computed before anything is allocated, so an impossible request is answered by how much it
-needs and what would fit. Runs verify the plan and step down where the allocator disagrees.
+needs and what would fit. Runs verify the plan and step down where the allocator disagrees. A plan's bytes are those of
+torch's allocator, which records state too; to fit, something needs room beside them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from comet_core.llama_shape import LlamaShape
@@ -16,7 +17,8 @@ BLOCK = 128  # input channels
 ROW_TILE = 64  # rows of a weight record, to which a linear is padded
 PAGE, SINKS = 128, 4  # of the KV cache, the default recipe's
 CHUNK = 8192  # tokens of a prefill chunk
-CONTEXT_BYTES = 700 << 20  # CUDA context, cuBLAS and GEMM workspaces, loaded kernels
+LIBRARY_BYTES = 64 << 20  # workspaces of cuBLAS and of the GEMM
+RESERVE = 636 << 20  # bytes that torch's allocator does not see: loaded kernels, room between blocks
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,16 @@ class MemoryPlan:
     weights: int
     kv: int
     workspace: int
+    spare: int = 0  # that must be free beside them: RESERVE, and what larger prompts than these could take
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that will be taken."""
         return self.weights + self.kv + self.workspace
+
+    def fits(self, available: int) -> bool:
+        """Whether that many bytes are enough."""
+        return self.total + self.spare <= available
 
 
 def _tiled_bytes(rows: int, channels: int) -> int:
@@ -102,18 +109,20 @@ def kv_bytes(shape: LlamaShape, kv_bits: int, context: int, page: int = PAGE, si
     return width * (pages * page_bytes + 2 * page * shape.head_dim + 4 * sinks * shape.head_dim)
 
 
-def workspace_bytes(shape: LlamaShape, batch: int, chunk: int = CHUNK) -> int:
-    """Bytes that computation takes beside weights and cache: the activations of a prefill chunk, and logits."""
+def workspace_bytes(shape: LlamaShape, batch: int, tokens: int) -> int:
+    """Bytes that computation takes beside weights and cache: the activations of a prefill chunk of so many tokens, and
+    logits."""
     widest = 2 * shape.intermediate + shape.intermediate + 4 * shape.hidden  # gate, up, what down reads, residuals
     attention = 2 * shape.qkv_rows + 2 * shape.heads * shape.head_dim
-    activations = 2 * max(chunk, batch) * (widest + attention)
-    return activations * 5 // 4 + batch * shape.vocab * (2 + 4) + CONTEXT_BYTES
+    activations = 2 * max(tokens, batch) * (widest + attention)
+    return activations * 5 // 4 + batch * shape.vocab * (2 + 4) + LIBRARY_BYTES
 
 
 def memory_plan(shape: LlamaShape, scheme: Scheme, batch: int, context: int, chunk: int = CHUNK) -> MemoryPlan:
     """Bytes for `batch` sequences of at most `context` tokens."""
     kv = batch * kv_bytes(shape, scheme.kv_bits, context)
-    return MemoryPlan(weight_bytes(shape, scheme), kv, workspace_bytes(shape, batch, chunk))
+    taken, most = (workspace_bytes(shape, batch, tokens) for tokens in (min(chunk, batch * context), chunk))
+    return MemoryPlan(weight_bytes(shape, scheme), kv, taken, most - taken + RESERVE)
 
 
 def largest_batch(
@@ -123,8 +132,7 @@ def largest_batch(
     weights = weight_bytes(shape, scheme) if weights is None else weights
 
     def fits(batch: int) -> bool:
-        plan = memory_plan(shape, scheme, batch, context, chunk)
-        return weights + plan.kv + plan.workspace <= available
+        return replace(memory_plan(shape, scheme, batch, context, chunk), weights=weights).fits(available)
 
     low, high = 0, 1
     while fits(high) and high < 1 << 20:
@@ -141,21 +149,21 @@ def require_fit(
     """The plan of a request. Raises CometError saying how much it needs and what would fit."""
     plan = memory_plan(shape, scheme, batch, context)
     if weights is not None:
-        plan = MemoryPlan(weights, plan.kv, plan.workspace)
-    if plan.total <= available:
+        plan = replace(plan, weights=weights)
+    if plan.fits(available):
         return plan
     most = largest_batch(shape, scheme, context, available, weights)
     needs = (
         f"{shape.name} in {scheme.name} with batch {batch} and {context:,} tokens a sequence needs "
         f"{plan.total / GIB:.1f} GiB (weights {plan.weights / GIB:.1f}, KV cache {plan.kv / GIB:.1f}, workspace "
-        f"{plan.workspace / GIB:.1f}); {available / GIB:.1f} GiB are free"
+        f"{plan.workspace / GIB:.1f}) and {plan.spare / GIB:.1f} to spare; {available / GIB:.1f} GiB are free"
     )
     if most:
         raise CometError(needs, f"Batch {most} would fit (--batch max finds it).")
     others = [
         f"{other.name} {other_plan.total / GIB:.1f} GiB"
         for other in SCHEMES.values()
-        if (other_plan := memory_plan(shape, other, 1, context)).total <= available
+        if (other_plan := memory_plan(shape, other, 1, context)).fits(available)
     ]
     shorter = next((c for c in _halves(context) if largest_batch(shape, scheme, c, available, weights)), 0)
     hints = [f"Batch 1 with {shorter:,} tokens fits."] if shorter else []
@@ -183,8 +191,9 @@ def plan_serving(
                 context, batch = prompt + output, asked
                 if asked == "max" and available is not None:
                     batch = largest_batch(shape, scheme, context, available)
-                size = None if batch == "max" else memory_plan(shape, scheme, max(1, int(batch)), context).total
-                fits = None if available is None or size is None else size <= available
+                plan = None if batch == "max" else memory_plan(shape, scheme, max(1, int(batch)), context)
+                fits = None if available is None or plan is None else plan.fits(available)
+                size = None if plan is None else plan.total
                 row = {"scheme": scheme.name, "batch": batch, "tokens": f"{prompt}/{output}", "bytes": size}
                 rows.append(row | {"fits": fits})
     return rows

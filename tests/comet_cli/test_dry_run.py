@@ -318,11 +318,8 @@ def test_what_fits_on_a_gpu_follows_from_what_is_free() -> None:
     rows = plan_serving(shape, schemes, [64, "max"], [(1024, 512)], 24 * GIB)
     assert [row["fits"] for row in rows] == [False, True, True, True]
     most = rows[3]["batch"]
-    assert (
-        memory_plan(shape, schemes[1], most, 1536).total
-        <= 24 * GIB
-        < memory_plan(shape, schemes[1], most + 1, 1536).total
-    )
+    assert memory_plan(shape, schemes[1], most, 1536).fits(24 * GIB)
+    assert not memory_plan(shape, schemes[1], most + 1, 1536).fits(24 * GIB)
     assert not plan_serving(shape, schemes[:1], ["max"], [(1024, 512)], 8 * GIB)[0]["fits"], "not even one sequence"
 
 

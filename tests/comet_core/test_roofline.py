@@ -1,7 +1,10 @@
 """Memory and roofline from shapes alone: known totals, bounds in the right places, and no torch."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -45,8 +48,33 @@ def test_small_batches_are_bound_by_memory_and_large_ones_by_computation() -> No
 def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
     shape, scheme = shape_of_alias("llama-3-8b"), SCHEMES["W4A4KV4"]
     batch = largest_batch(shape, scheme, 1536, 80 * GIB)
-    assert memory_plan(shape, scheme, batch, 1536).total <= 80 * GIB < memory_plan(shape, scheme, batch + 1, 1536).total
+    most, more = (memory_plan(shape, scheme, count, 1536) for count in (batch, batch + 1))
+    assert most.fits(80 * GIB) and not more.fits(80 * GIB)
+    assert most.total + most.spare <= 80 * GIB < more.total + more.spare
     require_fit(shape, scheme, batch, 1536, 80 * GIB)
+
+
+RECORDS = Path(__file__).resolve().parents[2] / "results" / "measured"
+
+
+def test_plans_are_within_a_quarter_of_what_was_taken() -> None:
+    """Of every serving run that was recorded, 8B and 70B in seven schemes, and of the one of a small model."""
+    rows = [json.loads(line) for line in (RECORDS / "serving_h200.jsonl").read_text().splitlines()]
+    runs = [r for r in rows if r["kind"] == "e2e" and r["engine"] == "comet" and r["scheme"] in SCHEMES]
+    found = []
+    for r in runs:
+        shape = replace(shape_of_alias(r["model"]), layers=r["layers"])
+        plan = memory_plan(shape, SCHEMES[r["scheme"]], r["batch"], r["prompt_tokens"] + r["output_tokens"])
+        found.append(plan.total / GIB / r["memory_gib"])
+        assert found[-1] == pytest.approx(1, abs=0.25), r
+    checks = [json.loads(line) for line in (RECORDS / "preflight.jsonl").read_text().splitlines()]
+    for r in (r for r in checks if r["case"] == "bench"):
+        for scheme, took in r["took"].items():
+            plan = memory_plan(shape_of_alias(r["model"]), SCHEMES[scheme], 64, 256 + 64)
+            found.append(plan.total / GIB / sum(took.values()))
+            assert found[-1] == pytest.approx(1, abs=0.25), r
+    assert len(found) > 60 and {r["model"] for r in runs} >= {"llama-3-8b", "llama-3-70b"}
+    assert 0.97 < sum(found) / len(found) < 1.1, "neither too much nor too little"
 
 
 def test_an_impossible_request_says_what_is_needed_and_what_fits() -> None:
