@@ -64,6 +64,20 @@ def resolve_compute(device: str, dtype: str) -> tuple[str, torch.dtype]:
     return device, names[dtype]
 
 
+def resolve_lanes(device: str, dtype: str) -> tuple[Lanes, torch.dtype]:
+    """As `resolve_compute`, for several devices too: "cuda:0,cuda:1" share the calibration windows.
+
+    Errors:
+        CometError for one that is named twice, or devices of two kinds.
+    """
+    found = [resolve_compute(name.strip(), dtype) for name in device.split(",")]
+    names = [name for name, _ in found]
+    lanes = Lanes.of(",".join(names))
+    if len(set(names)) < len(names) or len({one.type for one in lanes.devices}) > 1:
+        raise CometError(f"device={device!r} cannot share work", "name different GPUs: cuda:0,cuda:1")
+    return lanes, found[0][1]
+
+
 def calibration_tokens(source: ModelSource, recipe: Recipe) -> tuple[Tensor, dict[str, Any]]:
     """Token windows int64 [samples, seq_len] by the recipe, and what they are, for the manifest."""
     spec = recipe.calibration
@@ -109,29 +123,29 @@ def calibrate(
     Args:
         source: the model. recipe: its calibration, activations and blocks sections are used.
         out: folder, made if missing; an artifact that is there is replaced at the end.
-        device, dtype: "auto" or torch names. progress: told about every step.
+        device, dtype: "auto" or torch names; several devices as "cuda:0,cuda:1". progress: told about every step.
         limit_share: of the limits on memory; a rehearsal with a part of the windows takes the same part of them.
-        lanes: devices that share the windows, the first being `device`; None: all GPUs if `device` is no single one.
+        lanes: devices that share the windows, in place of those that `device` names.
 
     Errors:
         CometError for models, data or recipes that do not fit each other, before the long part where possible.
     """
-    device, compute = resolve_compute(device, dtype)
+    named, compute = resolve_lanes(device, dtype)
     with claimed(out):
         writable_folder(out)
-        return _calibrate(source, recipe, out, device, compute, progress, limit_share, lanes or Lanes.of(device))
+        return _calibrate(source, recipe, out, compute, progress, limit_share, lanes or named)
 
 
 def _calibrate(
     source: ModelSource,
     recipe: Recipe,
     out: Path,
-    device: str,
     compute: torch.dtype,
     progress: Progress,
     limit_share: float,
     lanes: Lanes,
 ) -> Calibration:
+    device = str(lanes.devices[0])
     tokens, data = calibration_tokens(source, recipe)
     source = transformed(source, recipe.transform, tokens, device=device, dtype=compute, progress=progress)
     decoder = Decoder(source, device=device, dtype=compute)

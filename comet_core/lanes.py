@@ -5,6 +5,11 @@ lanes, for the whole run, and its hidden states live there, so between the layer
 because a forward waits for its GPU here and there; a range's outcomes are handed back in order, to one thread, which
 alone adds them up. So what is merged range by range (the statistics of calibration) has the same bits with any number
 of devices, and what every lane sums for itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
+
+Several devices are taken only where they are named. What a second one costs moves between the two: for every layer its
+weights, twice while packing (as they were, and as they are packed), and the moments of every group, up to four matrices
+of its channels squared in float32; all else that a layer takes (reading it, its plan, GPTQ) is done on the first alone.
+Two H200 took longer than one for layers of LLaMA-3-8B (results/LOG.md).
 """
 
 import copy
@@ -32,13 +37,8 @@ class Lanes:
 
     @classmethod
     def of(cls, device: str) -> "Lanes":
-        """`cuda` without a number: all GPUs that are visible; else that device alone."""
-        first = torch.device(device)
-        if first.type != "cuda" or first.index is not None:
-            return cls((first,))
-        home = torch.cuda.current_device()
-        others = [i for i in range(torch.cuda.device_count()) if i != home]
-        return cls((first, *(torch.device("cuda", i) for i in others)))
+        """A torch name, or several: `cuda:0,cuda:1`."""
+        return cls(tuple(torch.device(name.strip()) for name in device.split(",")))
 
     def __len__(self) -> int:
         return len(self.devices)

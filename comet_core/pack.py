@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from comet_core.calibrate import resolve_compute
+from comet_core.calibrate import resolve_lanes
 from comet_core.calibration import Calibration, load_calibration
 from comet_core.decoder import load_sixteen
 from comet_core.lanes import Lanes
@@ -46,7 +46,7 @@ def pack(
         source: the model that was calibrated. calibration: folder that `calibrate` wrote.
         recipe: None takes the calibration's; another one may differ in weights, kv_cache, tuning, checks, embedding and
             lm_head only.
-        out: folder to write. device, dtype: "auto" or torch names. progress: told about every step.
+        out: folder to write. device, dtype: as in `calibrate`. progress: told about every step.
         limit_share, lanes: as in `calibrate`.
 
     Errors:
@@ -54,7 +54,9 @@ def pack(
     """
     found = load_calibration(calibration)
     recipe = _agreed_recipe(found, recipe)
-    device, compute = resolve_compute(device, dtype)
+    named, compute = resolve_lanes(device, dtype)
+    lanes = lanes or named
+    device = str(lanes.devices[0])
     source = transformed(source, recipe.transform, found.tokens, device=device, dtype=compute, progress=progress)
     if source.digest() != found.model["digest"]:
         raise CometError(
@@ -125,7 +127,7 @@ def _pack_tuned(
     dtype: torch.dtype,
     progress: Progress,
     limit_share: float,
-    lanes: Lanes | None,
+    lanes: Lanes,
 ) -> PackedInfo:
     """Pack into a draft, distill the 16-bit model into it (tune.py), write the outcome to `out`."""
     job = PackJob(source, found, recipe, out, device, dtype, progress)

@@ -2,8 +2,10 @@
 
 `rehearse` runs the command's real code on one and a few layers, in a temporary folder, and extends time, memory and
 what lies on the disk linearly in layers; on a CPU in windows too. A GPU gets all of them: they cost little there, and a
-part of a step as much as a whole one, so that a few would be extended with their noise. `require_disk` and
-`require_room`, on bytes that follow from the shapes alone, are the cheap part of it that every real run does first.
+part of a step as much as a whole one, so that a few would be extended with their noise. Time is extended step by step:
+reading text and drawing take a second that no layer adds to, and by how much that second differs between two runs would
+be multiplied by the number of layers. `require_disk` and `require_room`, on bytes that follow from the shapes alone,
+are the cheap part of it that every real run does first.
 """
 
 import gc
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from comet_core.calibrate import resolve_compute
+from comet_core.calibrate import resolve_compute, resolve_lanes
 from comet_core.calibration import heat_map
 from comet_core.decoder import find_layers, layer_linears
 from comet_core.experts import separate_experts
@@ -36,6 +38,7 @@ from comet_cuda.errors import CometError
 SPARE_DISK = 64 << 20  # tokenizer, manifest, temporary names
 GIB = 1 << 30
 WHOLE_MODEL = ("after pack", "tune", "after tune")  # steps of a run that tunes in which it holds all layers (pack.py)
+ONCE = ("start", "after calibrate", "packing")  # steps of which another layer takes no more: text, drawing, opening
 MOST_EXTENDED = 8  # windows of the real run for each of the larger rehearsal: what noise is multiplied by at most
 
 
@@ -51,7 +54,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Run:
-    seconds: float
+    seconds: dict[str, float]  # by step
     peaks: dict[str, int]  # of the process, by step
     gpu_peaks: dict[str, int]  # of the fullest GPU
     disk: int  # of the files that it left
@@ -105,7 +108,7 @@ def default_recipe(source: ModelSource, device: str) -> tuple[str, str]:
     """
     if source.random_seed is not None:
         return "w4a4kv4", "random weights have nothing to learn"
-    name, _ = resolve_compute(device, "auto")
+    name, _ = resolve_compute(device.partition(",")[0], "auto")  # tuning takes the first alone
     if not name.startswith("cuda"):
         return "w4a4kv4", "w4a4kv4-tuned is more accurate, but takes long without a GPU"
     wanted, there = tuning_memory(source), torch.cuda.mem_get_info(name)[1]
@@ -173,7 +176,7 @@ def rehearse(
         recipe: with the calibration that will be used. command: "calibrate" or "pack" (which includes calibrating).
         then: what is done with the packed folder afterwards; files that it leaves beside that folder count too.
     """
-    whole, lanes = cut(0), Lanes.of(resolve_compute(device, dtype)[0])
+    whole, lanes = cut(0), resolve_lanes(device, dtype)[0]
     on_gpu = lanes.devices[0].type == "cuda"
     layers, windows = int(whole.config.get_text_config().num_hidden_layers), recipe.calibration.samples
     step = max(2, len(lanes) * (TOKENS_A_STEP[lanes.devices[0].type] // recipe.calibration.seq_len))
@@ -186,20 +189,23 @@ def rehearse(
     def run(count: int, some: int) -> _Run:
         return _run_small(cut(count), recipe, some, command, device, dtype, then)
 
-    run(deep if on_gpu else 1, min(windows, step))  # warms caches up and compiles kernels
+    run(min(2, layers) if on_gpu else 1, windows if on_gpu else min(windows, step))  # loads all that is used first here
     base = run(1, few)
     first_more = run(1, more) if more > few else base
     both = run(deep, few)
     both_more = run(deep, more) if more > few else both
     share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
-    def extended(value: Callable[[_Run], float]) -> float:
-        """Both in layers and in windows. A window costs a later layer more than the first, before which the quantized
-        and the 16-bit model are still the same."""
+    def extended(value: Callable[[_Run], float], *, layered: bool = True) -> float:
+        """In layers, if they add to it, and in windows. A window costs a later layer more than the first, before which
+        the quantized and the 16-bit model are still the same."""
         of_few, of_more = (max(0.0, value(b) - value(a)) for a, b in ((base, both), (first_more, both_more)))
         a_layer = of_few + max(0.0, of_more - of_few) * share
         first = value(base) + max(0.0, value(first_more) - value(base)) * share
-        return first + (layers - 1) * a_layer / max(1, deep - 1)
+        return first + ((layers - 1) * a_layer / max(1, deep - 1) if layered else 0.0)
+
+    def seconds_of(step: str) -> float:
+        return extended(lambda run: run.seconds[step], layered=step not in ONCE)
 
     def at_most(value: Callable[[_Run], dict[str, int]]) -> int:
         """The largest of the steps' peaks. More windows are held in every step, more layers where the step has all."""
@@ -211,7 +217,7 @@ def rehearse(
         return int(max(found.values(), default=0))
 
     return Estimate(
-        seconds=extended(lambda run: run.seconds),
+        seconds=sum(map(seconds_of, base.seconds)),
         memory=at_most(lambda run: run.peaks),
         gpu_memory=at_most(lambda run: run.gpu_peaks),
         disk=int(extended(lambda run: run.disk))
@@ -222,7 +228,7 @@ def rehearse(
 
 def _spilled(source: ModelSource, recipe: Recipe, device: str, dtype: str, command: str) -> int:
     """Bytes of hidden states that a run keeps in files: all of them, where they are more than memory should hold."""
-    spec, (_, compute) = recipe.calibration, resolve_compute(device, dtype)
+    spec, (_, compute) = recipe.calibration, resolve_lanes(device, dtype)
     states = spec.samples * spec.seq_len * int(source.config.get_text_config().hidden_size) * compute.itemsize
     twice = command == "pack" and needs_sixteen(recipe.weights)
     return 0 if states <= DEFAULT_LIMIT else states * (2 if twice else 1)
@@ -233,21 +239,28 @@ class _Peaks(SilentProgress):
     differently with the windows: which of them is the largest in a small run says nothing about a large one."""
 
     def __init__(self, lanes: Lanes) -> None:
+        self.seconds: dict[str, float] = {}
         self.found: dict[str, int] = {}
         self.on_gpu: dict[str, int] = {}
         self._gpus = [device for device in lanes.devices if device.type == "cuda"]
         self._step = "start"
         gc.collect()
         trim()
+        if self._gpus:
+            torch.cuda.empty_cache()  # a run of its own has to ask for its memory
         self._forget()
 
     def _forget(self) -> None:
         forget_peak()
         for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
+        self._began = time.perf_counter()
 
     def end(self, following: str) -> None:
         """What ran until now is over."""
+        for device in self._gpus:
+            torch.cuda.synchronize(device)
+        self.seconds[self._step] = self.seconds.get(self._step, 0.0) + time.perf_counter() - self._began
         self.found[self._step] = max(self.found.get(self._step, 0), peak_memory())
         if self._gpus:
             peak = max(map(torch.cuda.max_memory_allocated, self._gpus))
@@ -275,12 +288,11 @@ def _run_small(
     from comet_core.calibrate import calibrate
     from comet_core.pack import pack
 
-    lanes = Lanes.of(resolve_compute(device, dtype)[0])
+    lanes, _ = resolve_lanes(device, dtype)
     share = windows / recipe.calibration.samples
     recipe = with_calibration(recipe, samples=windows)
     with tempfile.TemporaryDirectory(prefix="comet-rehearsal-") as name:
         home, peaks = Path(name), _Peaks(lanes)
-        start = time.perf_counter()
         options: Any = {"device": device, "dtype": dtype, "progress": peaks, "limit_share": share}
         found = calibrate(source, recipe, home / "calibration", **options)
         heat_map(found, home / "outliers.png")
@@ -289,9 +301,6 @@ def _run_small(
             pack(source, home / "calibration", None, home / "packed", **options)
             peaks.end("then")
             then(home / "packed")
-        for gpu in (one for one in lanes.devices if one.type == "cuda"):
-            torch.cuda.synchronize(gpu)
-        seconds = time.perf_counter() - start
         peaks.end("done")
         disk = sum(file.stat().st_size for file in home.rglob("*") if file.is_file())
-    return _Run(seconds, peaks.found, peaks.on_gpu, disk)
+    return _Run(peaks.seconds, peaks.found, peaks.on_gpu, disk)

@@ -35,7 +35,7 @@ def calibrate(
     seed: Seed = None,
     weights: options.Weights = "real",
     layers: options.Layers = None,
-    device: options.Device = "auto",
+    device: options.Devices = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
     dry_run: DryRun = False,

@@ -41,6 +41,12 @@ Recipe = Annotated[
 Weights = Annotated[str, typer.Option(help="real, or random for a dry run of a model that is not here.")]
 Layers = Annotated[int | None, typer.Option(help="Keep only the first N decoder layers.", min=1, metavar="N")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, ...).")]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu or cuda (cuda:1, ...); cuda:0,cuda:1 share the windows, which on two H200 took longer than one."
+    ),
+]
 DType = Annotated[str, typer.Option(help="What the model computes in: auto, float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1, metavar="N")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per result on stdout.")]

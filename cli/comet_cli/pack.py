@@ -31,7 +31,7 @@ def pack(
     seed: calibrate.Seed = None,
     weights: options.Weights = "real",
     layers: options.Layers = None,
-    device: options.Device = "auto",
+    device: options.Devices = "auto",
     dtype: options.DType = "auto",
     threads: options.Threads = None,
     format: Annotated[

@@ -90,18 +90,18 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401 - part of what is there before
 
-    from comet_core.calibrate import calibrate, resolve_compute
+    from comet_core.calibrate import calibrate, resolve_lanes
     from comet_core.hidden import DEFAULT_LIMIT
     from comet_core.host_memory import forget_peak
-    from comet_core.lanes import Lanes
     from comet_core.model_source import ModelSource, resolve_model
     from comet_core.pack import pack
     from comet_core.recipe import load_recipe, with_calibration
     from comet_core.windows import MEMO_BYTES
 
-    device, dtype = resolve_compute(device, "auto")
-    on_gpu = device.startswith("cuda")
-    torch.zeros(1, device=device)
+    lanes, dtype = resolve_lanes(device, "auto")
+    on_gpu = lanes.devices[0].type == "cuda"
+    for one in lanes.devices:
+        torch.zeros(1, device=one)
 
     class Untokenized(ModelSource):
         """Calibrated on random tokens, as random weights are."""
@@ -118,14 +118,15 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
     options: Any = {"device": device, "progress": watch, "limit_share": limit / DEFAULT_LIMIT}
     for command in ("calibrate", "pack"):
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+            for one in lanes.devices:
+                torch.cuda.reset_peak_memory_stats(one)
         if command == "calibrate":
             calibrate(source, recipe, home / "calibration", **options)
         else:
             info = pack(source, home / "calibration", None, home / "packed", **options)
         if on_gpu:
             torch.cuda.synchronize()
-            gpu_peaks[command] = torch.cuda.max_memory_allocated()
+            gpu_peaks[command] = max(map(torch.cuda.max_memory_allocated, lanes.devices))
     watch.look("done")
     config = source.config
     size = torch.empty(0, dtype=dtype).itemsize
@@ -152,13 +153,13 @@ def run_and_watch(home: Path, samples: int, seq_len: int, device: str, recipe_na
         "vocabulary": config.vocab_size,
         "samples": samples,
         "seq_len": seq_len,
-        "device": device,
+        "device": ",".join(map(str, lanes.devices)),
         "dtype": str(dtype).removeprefix("torch."),
         "calibrate_s_a_layer": (calibrating[-1] - calibrating[0]) / layers,
         "pack_s_by_layer": [end - start for start, end in itertools.pairwise(packing[:-1])],
         "calibrate_cpu_s_a_layer": (cpu_calibrating[-1] - cpu_calibrating[0]) / layers,
         "pack_cpu_s_by_layer": [end - start for start, end in itertools.pairwise(on_cpu[:-1])],
-        "gpus": len(Lanes.of(device)) if on_gpu else 0,
+        "gpus": len(lanes) if on_gpu else 0,
         "ram_above_imports": {step: max(0, peak - held) for step, peak in watch.peaks.items()},
         "imports": held,
         "gpu_peaks": gpu_peaks,
@@ -192,7 +193,8 @@ def main() -> int:
         if args.device != "cpu":  # what a first run on a GPU loads is no more part of a layer than the imports are
             with tempfile.TemporaryDirectory(prefix="comet-big-") as warm:
                 make_checkpoint(Path(warm) / "model", args.model, 2, 256, **_shapes(512, None))
-                run_and_watch(Path(warm), 2, 256, args.device, args.recipe, args.spill_over)
+                windows = 256 if "," in args.device else 2  # of which every GPU gets some
+                run_and_watch(Path(warm), windows, 256, args.device, args.recipe, args.spill_over)
         for home in args.measure:
             found = run_and_watch(home, args.samples, args.seq_len, args.device, args.recipe, args.spill_over)
             print(json.dumps(found), flush=True)
@@ -230,6 +232,8 @@ def _shapes(hidden: int, intermediate: int | None) -> dict[str, int]:
 
 def _report(args: argparse.Namespace, found: dict[str, Any]) -> bool:
     """Print and record what one run took; whether it broke its bound."""
+    import torch  # noqa: F401 - by which provenance finds the GPU
+
     from comet_core.provenance import provenance
     from comet_core.results import append
 
@@ -249,7 +253,7 @@ def _report(args: argparse.Namespace, found: dict[str, Any]) -> bool:
     if args.record:
         typed = shlex.join(["python", "tests/big/measure.py", *sys.argv[1:]])
         append(args.record, {"kind": "big", "model": args.model, "recipe": args.recipe, **found,
-                             "provenance": provenance(typed, device=found["device"])})  # fmt: skip
+                             "provenance": provenance(typed, device=found["device"].partition(",")[0])})  # fmt: skip
     return peak > bound
 
 

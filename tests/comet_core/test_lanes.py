@@ -83,6 +83,27 @@ def test_a_copy_follows_what_is_replaced_and_holds_tensors_of_its_own() -> None:
     assert copied(layer[0], CPU).qweight.data_ptr() != tensors["qweight"].data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("auto", ["cuda"]), ("cuda", ["cuda"]), ("cuda:1", ["cuda:1"]), ("cuda:1, cuda:0", ["cuda:1", "cuda:0"])],
+)
+def test_several_gpus_work_only_where_they_are_named(
+    asked: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(calibrate_module.torch, "empty", lambda *_, device: None)
+    lanes, dtype = calibrate_module.resolve_lanes(asked, "auto")
+    assert list(map(str, lanes.devices)) == found and dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("asked", ["cpu,cpu", "cpu,cuda:0", "cpu,", "cuda:0,cuda:0"])
+def test_devices_that_cannot_share_are_refused(asked: str, tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(CometError, match=r"device='[a-z:0,]*' cannot"):
+        calibrate(tiny.source, tiny.recipe, tmp_path / "out", device=asked, progress=SilentProgress())
+    assert not (tmp_path / "out").exists()
+
+
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 32 tokens go one by one, so that lanes have something to share."""
     monkeypatch.setitem(hidden_module.TOKENS_A_STEP, "cpu", 32)
@@ -199,7 +220,7 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     ("one", "two"),
     [
         pytest.param({"device": "cpu"}, {"device": "cpu", "lanes": lanes(2)}, id="rehearsed on a CPU"),
-        pytest.param({"device": "cuda:0"}, {"device": "cuda"}, marks=[pytest.mark.gpu, TWO], id="two GPUs"),
+        pytest.param({"device": "cuda"}, {"device": "cuda:0,cuda:1"}, marks=[pytest.mark.gpu, TWO], id="two GPUs"),
     ],
 )
 def test_two_devices_calibrate_the_same_bytes_and_pack_as_well(
@@ -212,8 +233,8 @@ def test_two_devices_calibrate_the_same_bytes_and_pack_as_well(
         options = options | {"progress": SilentProgress()}
         calibrate(tiny.source, recipe, tmp_path / name / "calibration", **options)
         pack(tiny.source, tmp_path / "one" / "calibration", None, tmp_path / name / "packed", **options)
-    if two["device"] == "cuda":
-        assert len(Lanes.of("cuda")) >= 2 and torch.cuda.max_memory_allocated(1) > 0
+    if two["device"] != "cpu":
+        assert len(Lanes.of(two["device"])) == 2 and torch.cuda.max_memory_allocated(1) > 0
     files = [{f.name: f.read_bytes() for f in (tmp_path / name / "calibration").iterdir()} for name in ("one", "two")]
     assert files[0] == files[1] and files[0]
     checks = [[c["cosine"] for c in read_manifest(tmp_path / name / "packed").checks] for name in ("one", "two")]

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_rehearsal_leaves_nothing_and_counts_every_layer(tmp_path: Path, monke
 @pytest.mark.parametrize("gpus", [0, 1, 2])
 def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int, gpus: int) -> None:
     """Time in layers and windows; memory in windows, and in layers where tuning holds them all. Of windows of 64 tokens
-    a CPU takes 64 a step, a GPU 512: it is warmed up with a step on every GPU, and then runs all windows."""
+    a CPU takes 64 a step; a GPU runs all."""
     spec, asked = make_model(tmp_path / "model", 6, 128), []
     recipe = with_calibration(load_recipe("w4a4kv4"), samples=2000, seq_len=64)
     recipe = replace(recipe, tuning=replace(recipe.tuning, epochs=epochs))
@@ -84,19 +85,54 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         asked.append((layers, windows))
         gpu = {"pack": 500 + 2 * windows, "tune": 100 + 1000 * layers + windows}
         peaks = {name: 10 * peak for name, peak in gpu.items()}
-        return preflight._Run(5 + layers * (2 + 0.5 * windows), peaks, gpu, 7 + 3 * layers + windows)
+        seconds = {"start": 5.0, "pack": layers * (2 + 0.5 * windows)}
+        return preflight._Run(seconds, peaks, gpu, 7 + 3 * layers + windows)
 
     monkeypatch.setattr(preflight, "_run_small", run)
     devices = tuple(torch.device("cuda", i) for i in range(gpus)) or (torch.device("cpu"),)
-    monkeypatch.setattr(preflight.Lanes, "of", lambda _: Lanes(devices))
+    monkeypatch.setattr(preflight, "resolve_lanes", lambda *_: (Lanes(devices), torch.float32))
     cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
     found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto")
     on_cpu = [(1, 64), (1, 64), (1, 250), (2, 64), (2, 250)]
-    assert asked == ([(3, 512 * gpus), (1, 2000), (3, 2000)] if gpus else on_cpu)
+    assert asked == ([(2, 2000), (1, 2000), (3, 2000)] if gpus else on_cpu)
     assert found.seconds == pytest.approx(5 + 6 * (2 + 0.5 * 2000))
     assert found.gpu_memory == (100 + 6000 + 2000 if epochs else max(500 + 4000, 100 + 1000 * asked[-1][0] + 2000))
     assert found.memory == 10 * found.gpu_memory
     assert found.disk == 7 + 18 + 2000 + (packed_bytes(cut(0), recipe) if epochs else 0)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_what_no_layer_adds_to_is_not_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """On a GPU reading text and drawing take ten times as long as a layer. Whichever rehearsal has them a fifth slower
+    than the others, or none, and whatever the first has to load: the run is said within a quarter."""
+    spec, runs, loaded = make_model(tmp_path / "model", 30, 128), [], set()
+
+    def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
+        layers, late = int(source.config.num_hidden_layers), 1.2 if len(runs) == slow else 1.0
+        loading = sum(0.3 for use in ("kernels", windows) if use not in loaded)
+        loaded.update(("kernels", windows))
+        runs.append(layers)
+        seconds = {"start": 0.6 * late, "calibrate": 0.115 * layers + loading, "after calibrate": 0.7 * late}
+        return preflight._Run(seconds, {}, {}, 0)
+
+    monkeypatch.setattr(preflight, "_run_small", run)
+    monkeypatch.setattr(preflight, "resolve_lanes", lambda *_: (Lanes((torch.device("cuda"),)), torch.bfloat16))
+    recipe = with_calibration(load_recipe("w4a4kv4"), samples=128, seq_len=2048)
+    cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
+    found = rehearse(cut, recipe, "calibrate", device="cuda", dtype="auto")
+    assert found.seconds == pytest.approx(1.3 + 30 * 0.115, rel=0.1)
+    assert sum(runs) <= 6, "and that costs no more layers"
+
+
+def test_a_rehearsal_times_its_steps_and_what_follows(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    source = resolve_model(make_model(tmp_path / "model", 1, 128), weights="random")
+    recipe = with_calibration(load_recipe("w4a4-naive"), samples=2, seq_len=32)
+    start = time.perf_counter()
+    run = preflight._run_small(source, recipe, 2, "pack", "cpu", "auto", lambda packed: time.sleep(0.3))
+    assert sum(run.seconds.values()) <= time.perf_counter() - start
+    assert run.seconds.keys() == {*preflight.ONCE, "calibrate", "pack", "after pack", "then"}
+    assert 0.3 <= run.seconds["then"] < 0.6 and all(seconds > 0 for seconds in run.seconds.values())
 
 
 ONE_RUN = """
