@@ -38,7 +38,8 @@ __device__ __forceinline__ void mbarrier_arrive_remote(unsigned barrier, unsigne
 }
 
 // Wait until the phase with this parity has completed. (The default scope serves clusters too: what is waited for are
-// bulk copies and arrivals, and an acquire at cluster scope would invalidate L1 each time.)
+// arrivals, bulk copies and stores to this cta's shared memory, and an acquire at cluster scope would invalidate L1 each
+// time.)
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
     unsigned done;
     do {
