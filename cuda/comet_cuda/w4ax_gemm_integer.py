@@ -112,13 +112,18 @@ def integer_table() -> tuple[dict[str, int], ...]:
     return tuple(json.loads(TABLE.read_text())["integer_rows"])
 
 
+def tiles_of(row: dict[str, int]) -> IntegerTiles:
+    """The variant that a row of the table names."""
+    return IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
+
+
 def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) -> IntegerTiles:
     """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
     timed: list[tuple[float, IntegerTiles]] = []
     for row in integer_table():
         if not fits(row, tokens, rows, blocks):
             continue
-        tiles = IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
+        tiles = tiles_of(row)
         if "step_ns" not in row:
             return tiles
         waves = make_plan(tiles, tokens, rows, blocks, sms).schedule[1] / sms
@@ -132,8 +137,7 @@ def configurations(family: str) -> list[Configuration]:
     """Every row of the table, for every type, on the family that runs it."""
     if family != "sm_90":
         return []
-    names = [field.name for field in fields(IntegerTiles)]
-    found = dict.fromkeys(IntegerTiles(**{n: row[n] for n in names if n in row}) for row in integer_table())
+    found = dict.fromkeys(map(tiles_of, integer_table()))
     return [Configuration(SOURCE, tiles.defines(out), (), tiles.shared_bytes) for tiles in found for out in OUT_KINDS]
 
 
@@ -310,10 +314,8 @@ def launch(
         and device == x_codes.get_device() == multiples.get_device() == token_scale.get_device()
     ):
         check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
-    bias_at = 0
-    if bias is not None:
-        bias = float_bias(bias, rows, weight.device)
-        bias_at = bias.data_ptr()
+    bias = None if bias is None else float_bias(bias, rows, weight.device)
+    bias_at = 0 if bias is None else bias.data_ptr()
     (y,) = call.y.here()
     call.bound(
         weight.data_ptr(), base.data_ptr(), x_codes.data_ptr(), multiples.data_ptr(), token_scale.data_ptr(),

@@ -144,16 +144,20 @@ class IntegerProblem:
         return median_microseconds(launches)
 
 
-def integer_problems(tiles: IntegerTiles | None, runs: int = 3) -> Iterable[str]:
-    """What is wrong with a variant (None: the table's), as it is found: edges, block mixes, types, repeated runs."""
+def edges(tiles: IntegerTiles | None) -> list[tuple[int, int, int, int]]:
+    """Tokens, rows, blocks and INT8 blocks to try a variant with (None: the table's, each in its range of rows)."""
     if tiles is not None:
         mixes = ((39, 14), (16, 0), (9, 9), (70, 11), (4, 2), (1, 1), (33, 1))
         cases = [(m, n, *mix) for mix in mixes for m, n in ((1, 1023), (65, 520), (300, 8))]
-        cases += [(1024, 4096, 70, 11), (513, 2056, 39, 14)]
-    else:
-        batches = [*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096]
-        cases = [(m, 2056 if m < 1000 else 1032, *mix) for m in batches for mix in ((25, 4), (16, 0), (16, 16))]
-    for m, n, blocks, eights in cases:
+        return [*cases, (1024, 4096, 70, 11), (513, 2056, 39, 14)]
+    batches = [*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096]
+    cases = [(m, 2056 if m < 1000 else 1032, *mix) for m in batches for mix in ((25, 4), (16, 0), (16, 16))]
+    return cases + [(m, n, 25, 4) for m in batches if m <= 64 for n in (8, 6152, 16008)]
+
+
+def integer_problems(tiles: IntegerTiles | None, runs: int = 3) -> Iterable[str]:
+    """What is wrong with a variant (None: the table's), as it is found: edges, block mixes, types, repeated runs."""
+    for m, n, blocks, eights in edges(tiles):
         for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 3 if m in (65, 70) else 1]:
             if wrong := IntegerProblem(m, n, 128 * blocks, eights, 1, dtype).problem(tiles, runs):
                 yield f"m={m} n={n} {blocks} blocks, {eights} of 8 bits, {dtype}: {wrong}"

@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,9 +55,7 @@ TOTAL = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$")
 
 def variants() -> list[IntegerTiles]:
     """Every variant of the table, and one without a pipeline."""
-    names = [field.name for field in fields(IntegerTiles)]
-    found = list(dict.fromkeys(IntegerTiles(**{n: row[n] for n in names if n in row}) for row in gemm.integer_table()))
-    return [*found, replace(IntegerTiles(64), stages=1)]
+    return [*dict.fromkeys(map(gemm.tiles_of, gemm.integer_table())), replace(IntegerTiles(64), stages=1)]
 
 
 def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
