@@ -27,9 +27,9 @@ alignas(128) char memory[{shared}];
 static void call(const void* p) {{ {entry}(*static_cast<const Params*>(p)); }}
 extern "C" void run(int gx, int gy, int gz, int threads, const void* p) {{
   emulator::kernel = call, emulator::parameters = p, emulator::grid_size = {{gx, gy, gz}};
-  for (int z = 0; z < gz; ++z)
-    for (int y = 0; y < gy; ++y)
-      for (int x = 0; x < gx; ++x) {{
+  for (int z = gz; z-- > 0;)  // the last cta first: on a GPU none may rely on those before it
+    for (int y = gy; y-- > 0;)
+      for (int x = gx; x-- > 0;) {{
         for (unsigned i = 0; i < sizeof memory; i += 4) *reinterpret_cast<unsigned*>(memory + i) = 0x7FC07FC0u; // NaNs
         emulator::block_index = {{x, y, z}};
         emulator::run_cta(threads);
@@ -81,7 +81,7 @@ class EmulatedKernel:
     def launch_on(
         self, device: int, grid: Any, block: int, args: Sequence[bytes], shared_bytes: int = 0, pdl: bool = False
     ) -> None:
-        """All ctas, one after the other."""
+        """All ctas, one after the other, the last first."""
         assert shared_bytes <= SHARED
         self._run(*((*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]), block, args[0])
 
