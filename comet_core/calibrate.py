@@ -71,9 +71,9 @@ def resolve_lanes(device: str, dtype: str) -> tuple[Lanes, torch.dtype]:
         CometError for one that is named twice, or devices of two kinds.
     """
     found = [resolve_compute(name.strip(), dtype) for name in device.split(",")]
-    names = [name for name, _ in found]
-    lanes = Lanes.of(",".join(names))
-    if len(set(names)) < len(names) or len({one.type for one in lanes.devices}) > 1:
+    lanes = Lanes.of(",".join(name for name, _ in found))
+    places = {(one.type, one.index or 0) for one in lanes.devices}  # cuda is cuda:0
+    if len(places) < len(found) or len({kind for kind, _ in places}) > 1:
         raise CometError(f"device={device!r} cannot share work", "name different GPUs: cuda:0,cuda:1")
     return lanes, found[0][1]
 

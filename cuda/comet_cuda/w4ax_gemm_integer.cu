@@ -225,13 +225,15 @@ struct Shares {
     int group, thread;
 
     __device__ __forceinline__ uint4* place(int cta) const {
-        return reinterpret_cast<uint4*>(flags + MARKED) + static_cast<long long>(cta * ROW_WGS + group) * (kVectors * 128) + thread;
+        const long long slot = cta * ROW_WGS + group;
+        return reinterpret_cast<uint4*>(flags + MARKED) + slot * (kVectors * 128) + thread;
     }
     __device__ __forceinline__ void give(const unsigned (&acc)[kSets][kResults], int cta) const {
         uint4* to = place(cta);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)
-            store_words(to + i * 128, make_uint4(acc[2 * i / kResults][2 * i % kResults], 1, acc[2 * i / kResults][2 * i % kResults + 1], 1));
+            store_words(to + i * 128, make_uint4(acc[2 * i / kResults][2 * i % kResults], 1,
+                                                 acc[2 * i / kResults][2 * i % kResults + 1], 1));
     }
     // Add the sums of ctas first .. last. What has not come yet is waited for by one lane a warp.
     __device__ __forceinline__ void take(unsigned (&acc)[kSets][kResults], int first, int last) const {
@@ -259,7 +261,8 @@ struct Shares {
         unsigned marks = 1;
 #pragma unroll
         for (int i = 0; i < kOthers * kVectors; ++i)
-            if (other + i / kVectors <= last) parts[i / kVectors][i % kVectors] = load_words(place(other + i / kVectors) + i % kVectors * 128);
+            if (other + i / kVectors <= last)
+                parts[i / kVectors][i % kVectors] = load_words(place(other + i / kVectors) + i % kVectors * 128);
 #pragma unroll
         for (int i = 0; i < kOthers * kVectors; ++i)
             if (other + i / kVectors <= last) marks &= parts[i / kVectors][i % kVectors].y & parts[i / kVectors][i % kVectors].w;

@@ -78,11 +78,11 @@ class Workspace:
 
     FLOATS = 6 << 20
     FLAGS = 4096
-    MARKED = 9 << 17  # sums, 8 bytes each
+    MARKED_SUMS = 9 << 17  # sums, 8 bytes each
 
     def __init__(self, device: int) -> None:
         self.partials = torch.empty(self.FLOATS, dtype=torch.float32, device=f"cuda:{device}")
-        self.flags = torch.zeros(self.FLAGS + 2 * self.MARKED, dtype=torch.int32, device=f"cuda:{device}")
+        self.flags = torch.zeros(self.FLAGS + 2 * self.MARKED_SUMS, dtype=torch.int32, device=f"cuda:{device}")
         self.addresses = (self.partials.data_ptr(), self.flags.data_ptr())
 
 

@@ -2,6 +2,7 @@
 
     python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
     python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
+        (with --share 0 each behind a quantization, as a decoder has it; --alone: without)
     python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
     python cuda/tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
 
@@ -283,7 +284,8 @@ def tune(
         for n, k in shapes:
             problem = problem_of(m, n, k, share)
             base, bound = time_cublas(m, n, k), bound_us(problem, k)
-            print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x)")
+            what = ", each behind a quantization, which neither holds" if behind else ""
+            print(f"m={m} {n}x{k}: cuBLAS {base:.2f} us, bound {bound:.2f} us ({base / bound:.2f}x){what}")
             for tiles in given or candidates(m, share):
                 us = problem.time(tiles, pdl, behind=True) if behind else problem.time(tiles, pdl)
                 totals.setdefault(tiles, []).append(base / us)

@@ -205,7 +205,7 @@ def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_one_measured_layer_shows_to_be_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comet_core.host_memory.total_memory", lambda: 64 << 20)
+    monkeypatch.setattr("comet_core.host_memory.total_memory", lambda: 16 << 20)
     code, out, err = comet("eval", "tiny", *MEASURE, "--dry-run")
     assert (code, out) == (2, "") and "eval tiny needs about" in err and "--seq-len" in err
 

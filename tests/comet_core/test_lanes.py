@@ -97,6 +97,13 @@ def test_several_gpus_work_only_where_they_are_named(
     assert list(map(str, lanes.devices)) == found and dtype == torch.bfloat16
 
 
+def test_one_gpu_by_two_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(calibrate_module.torch, "empty", lambda *_, device: None)
+    with pytest.raises(CometError, match="cannot share work"):
+        calibrate_module.resolve_lanes("cuda,cuda:0", "auto")
+
+
 @pytest.mark.parametrize("asked", ["cpu,cpu", "cpu,cuda:0", "cpu,", "cuda:0,cuda:0"])
 def test_devices_that_cannot_share_are_refused(asked: str, tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(CometError, match=r"device='[a-z:0,]*' cannot"):
