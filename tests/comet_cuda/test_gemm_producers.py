@@ -112,11 +112,9 @@ def place_of(schedule: tuple[int, ...], tile: int) -> tuple[int, int]:
     [
         (IntegerTiles(8, stages=14, batch=4), 1, 4096, 32, 5),  # fewer blocks a cta than stages
         (IntegerTiles(16, row_wgs=3, stages=12, batch=3), 13, 5000, 39, 9),
-        (IntegerTiles(16, row_wgs=4, batch=2), 16, 28672, 33, 0),
         (IntegerTiles(64, stages=12), 64, 12288, 96, 96),
         (IntegerTiles(64, row_wgs=3, stages=10, stream=0), 200, 2056, 11, 2),
         (IntegerTiles(128, token_tiles=2, stages=5, stream=0, band=16), 1000, 4096, 8, 1),
-        (IntegerTiles(256, stages=5), 300, 2056, 39, 6),
         (IntegerTiles(64, stages=1), 64, 520, 9, 2),
     ],
 )
