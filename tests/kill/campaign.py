@@ -297,11 +297,14 @@ class Campaign:
         done = 0
         while done < stops:
             self.fresh(folder)
-            for _ in range(rng.randint(1, 3)):
+            for attempt in range(rng.randint(1, 3)):
                 stop = self.draw(rng, [k for k in kinds if k != "second" or name in LOCKED], took, execute)
+                start = time.monotonic()
                 with self.room(folder, stop):
                     code, said = self.run(folder, command.arguments, stop)
                 done += 1
+                if code == 0 and attempt == 0:  # the machine is less busy than at the undisturbed run
+                    took = min(took, time.monotonic() - start)
                 if code == 2 and REFUSED in said and self.files(folder, command) == whole:
                     code = 0  # it was stopped after its last write, and a second run does not touch what is whole
                 self.outcomes[self.verdict(name, f"{seed}-{done}", stop, code, said)] += 1

@@ -37,8 +37,7 @@ def test_commands_that_are_stopped_go_on_or_say_what_to_do() -> None:
     commands = ("calibrate", "pack", "export", "eval")
     found = outcomes("--stops", "2", "--seed", "1", *(word for name in commands for word in ("--command", name)))
     assert found["finished with the same bytes"] >= len(commands)
-    # moments lie within the time of an undisturbed run: where that was slow, later runs end before most of them
-    assert sum(count for what, count in found.items() if what.endswith("stopped")) > 0, found
+    assert sum(count for what, count in found.items() if what.endswith("stopped")) > 2, found
 
 
 @pytest.mark.slow
