@@ -29,7 +29,8 @@ from comet_cuda.errors import CometError
 
 REQUESTS_A_STEP = 512  # scored between two writes to disk
 TOKENS_A_BATCH = {"cpu": 2048, "cuda": 16384}  # padding included; halved where a GPU has no room
-LOGIT_BYTES = 2 << 30  # of one batch's float32 logits, of which two copies live at once
+LOGIT_BYTES = 2 << 30  # of one batch's float32 logits, of which two copies live at once,
+GPU_SHARE = 0.1  # or so much of a GPU's free memory, if that is more
 METRICS = ("acc", "acc_norm")
 Key = TypeVar("Key")
 
@@ -48,7 +49,7 @@ class Scorer:
         subject = load_subject(self.who.spec, self.who.device, self.who.dtype, self.layers)
         lm = harness(subject, self.who.open_page)
         vocabulary = lm.model.config.get_text_config().vocab_size
-        self.tokens_a_batch = min(self.tokens_a_batch, LOGIT_BYTES // (4 * vocabulary))
+        self.tokens_a_batch = min(self.tokens_a_batch, logit_bytes(self.who.device) // (4 * vocabulary))
         return lm
 
     def lengths(self, requests: Mapping[Key, Any]) -> dict[Key, int]:
@@ -87,6 +88,13 @@ class Scorer:
                     raise
                 self.tokens_a_batch = batch // 2 * longest
                 torch.cuda.empty_cache()
+
+
+def logit_bytes(device: str) -> int:
+    """What one batch's float32 logits may take: large vocabularies else make batches too small to keep a GPU busy."""
+    if not device.startswith("cuda"):
+        return LOGIT_BYTES
+    return max(LOGIT_BYTES, int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]))
 
 
 def missing_in(store: Store, requests: Sequence[Any]) -> dict[str, Any]:
