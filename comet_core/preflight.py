@@ -9,6 +9,7 @@ are the cheap part of it that every real run does first.
 """
 
 import gc
+import math
 import shutil
 import tempfile
 import time
@@ -207,18 +208,20 @@ def rehearse(
     def seconds_of(step: str) -> float:
         return extended(lambda run: run.seconds[step], layered=step not in ONCE)
 
-    def at_most(value: Callable[[_Run], dict[str, int]]) -> int:
+    def at_most(value: Callable[[_Run], dict[str, int]], most_a_layer: float = math.inf) -> int:
         """The largest of the steps' peaks. More windows are held in every step, more layers where the step has all."""
         found = {}
         for name, peak in value(both).items():
             grows = recipe.tuning.epochs and name in WHOLE_MODEL
-            a_layer = max(0, peak - value(base)[name]) / max(1, deep - 1) if grows else 0
+            a_layer = min(most_a_layer, max(0, peak - value(base)[name]) / max(1, deep - 1)) if grows else 0
             found[name] = peak + max(0, value(both_more)[name] - peak) * share + (layers - deep) * a_layer
         return int(max(found.values(), default=0))
 
+    # where a GPU holds all layers, RAM has of each at most what is read and written; libraries grow with the first
+    in_ram = (weights_bytes(whole, torch.bfloat16) + packed_bytes(whole, recipe)) / layers if on_gpu else math.inf
     return Estimate(
         seconds=sum(map(seconds_of, base.seconds)),
-        memory=at_most(lambda run: run.peaks),
+        memory=at_most(lambda run: run.peaks, in_ram),
         gpu_memory=at_most(lambda run: run.gpu_peaks),
         disk=int(extended(lambda run: run.disk))
         + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)

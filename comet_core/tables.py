@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from comet_core.layer_times import layer_table
 from comet_core.results import (
@@ -101,6 +102,22 @@ def real_text_table(records: list[Record]) -> str:
     return markdown(header, rows)
 
 
+def long_table(records: list[Record]) -> str:
+    """What the 4-bit cache costs at long context: perplexity and passkeys found, with a 16-bit and a 4-bit cache."""
+    chosen = [r for r in records if r["kind"] == "eval" and r["task"] in ("long context", "passkey")]
+    key = ("model", "recipe", "task", "seq_len", "windows")
+    groups: dict[tuple[Any, ...], dict[int, float]] = {}
+    for r in latest([r | {"kv_bits": r["protocol"]["kv_bits"]} for r in chosen], (*key, "kv_bits")):
+        groups.setdefault(tuple(r[name] for name in key), {})[r["kv_bits"]] = r["value"]
+    rows = [
+        [f"{model}, {recipe}", f"{task}, {windows} x {length:,}"]
+        + [f"{found[bits]:.3f}" if task == "long context" else f"{100 * found[bits]:.0f}%" for bits in (16, 4)]
+        for (model, recipe, task, length, windows), found in sorted(groups.items())
+        if found.keys() == {16, 4}
+    ]
+    return markdown(["model", "what", "16-bit cache", "4-bit cache"], rows)
+
+
 def ablation_table(records: list[Record]) -> str:
     """The GEMM with one mechanism off, M by M, means over the shapes: how much slower, and what ncu counts then.
 
@@ -131,6 +148,38 @@ def ablation_table(records: list[Record]) -> str:
     return markdown([*header, "tensor pipe", "imbalance"], rows)
 
 
+def peer_runs(records: list[Record]) -> list[Record]:
+    """Timings of GEMMs from runs in which other people's kernels ran beside COMET's."""
+
+    def run(record: Record) -> tuple[str, str]:
+        return record["provenance"].get("git"), record["provenance"].get("command")
+
+    timed = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm"]
+    foreign = {run(r) for r in timed if not r["path"].startswith("w4ax_gemm")}
+    return [r for r in timed if run(r) in foreign]
+
+
+def without_peers(records: list[Record]) -> list[Record]:
+    """All records but `peer_runs`."""
+    left_out = set(map(id, peer_runs(records)))
+    return [r for r in records if id(r) not in left_out]
+
+
+def peer_table(records: list[Record]) -> str:
+    """Kernels beside COMET's in one run: speed-up over bf16 cuBLAS, M by M, geometric means over the run's shapes."""
+    groups: dict[tuple[str, str, bool], dict[int, list[Record]]] = {}
+    for r in latest(peer_runs(records), ("path", "includes_quantize", "n", "k", "m")):
+        kind = (r["path"], r["weight_symmetry"], r["includes_quantize"])
+        groups.setdefault(kind, {}).setdefault(r["m"], []).append(r)
+    batches = sorted({m for found in groups.values() for m in found})
+    rows = [
+        [path + (" with quantize_act" if quantized else ""), weights, str(max(map(len, found.values())))]
+        + [f"{_geometric([r['speedup'] for r in found[m]]):.2f}" if m in found else "" for m in batches]
+        for (path, weights, quantized), found in groups.items()
+    ]
+    return markdown(["kernel", "weights", "shapes", *(f"M = {m:,}" for m in batches)], rows)
+
+
 def _geometric(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
@@ -146,7 +195,9 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
         [r for r in records if not is_variant(r) and (r.get("limit") is None or r["limit"] >= ENOUGH)]
     ),
     "real-text": real_text_table,
-    "gemm": lambda records: gemm_table([r for r in records if not r.get("ablation")]),
+    "long": long_table,
+    "gemm": lambda records: gemm_table(without_peers([r for r in records if not r.get("ablation")])),
+    "peers": peer_table,
     "ablations": ablation_table,
     "counters": counters_table,
     "attention": attention_table,
