@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_few, quantize_many, quantize_row, quantize_token_plan
+from comet_cuda import quantize_act_cuda, quantize_few, quantize_many, quantize_row, quantize_stay, quantize_token_plan
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import read_sources
 from comet_cuda.quantize_act import TOKEN, quantize_act_ref
@@ -63,7 +63,7 @@ PTX = (  # statement of the kernel -> what it means
 KERNELS = {
     "quantize_act": quantize_act_cuda.SOURCE, "quantize_few": quantize_few.SOURCE,
     "quantize_many": quantize_many.SOURCE, "quantize_row": quantize_row.SOURCE,
-    "quantize_token": quantize_token_plan.SOURCE,
+    "quantize_stay": quantize_stay.SOURCE, "quantize_token": quantize_token_plan.SOURCE,
 }  # fmt: skip
 
 

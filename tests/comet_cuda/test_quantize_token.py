@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_many, quantize_row, quantize_token, quantize_token_plan
+from comet_cuda import quantize_act_cuda, quantize_many, quantize_row, quantize_stay, quantize_token, quantize_token_plan
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token_plan import plan_plain, plan_token
@@ -180,6 +180,11 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
         defines = few.defines(x.dtype, hadamard, fuse, gathered)
         threads, ctas, entry, shared_bytes, cluster = 32 * few.warps, rows, "quantize_row", few.used, few.cluster
     assert cluster == how.get("cluster", cluster)
+    if stay := how.get("stay"):
+        fitting = quantize_stay.fit(rows, channels, fuse, gathered, *stay, 1, LIMIT)
+        assert fitting is not None
+        defines, entry, shared_bytes = fitting.defines(x.dtype, hadamard, fuse, gathered), "quantize_stay", fitting.used
+        threads, ctas, cluster = 32 * fitting.warps, how["tokens"], fitting.cluster
     codes, multiples, scale = token_shapes(rows, len(clip), eights)
     out = [torch.zeros(codes, dtype=torch.uint8), torch.full(multiples, -1, dtype=torch.int32), torch.zeros(scale)]
     out[2].fill_(torch.nan)
@@ -368,6 +373,28 @@ def test_wide_rows_of_many_tokens_equal_the_reference(  # type: ignore[no-untype
         got = emulate(build, gate_up, arguments, "silu_mul")
         assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
     assert quantize_many.plan_many(rows, channels, x.dtype, "none", "sm_90", 0, True, 1, LIMIT).wide
+
+
+@emulation
+@pytest.mark.parametrize(
+    ("rows", "channels", "stay", "tokens"),
+    [(7, 1416, (1, 2), 2), (7, 2888, (2, 1), 2), (5, 2888, (4, 2), 1), (2, 584, (2, 2), 3)],
+)
+def test_ctas_that_stay_equal_the_reference(  # type: ignore[no-untyped-def]
+    build,  # noqa: F811
+    rows: int,
+    channels: int,
+    stay: tuple[int, int],
+    tokens: int,
+) -> None:
+    for i, mix in enumerate(MIXES):
+        how = {"gathered": mix in ("mixed", "int8"), "hadamard": i != 1 or channels == 1416}
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, **how)
+        got = emulate(build, x, arguments, stay=stay, tokens=tokens)
+        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
+        gate_up = exact_silu(x.clamp(-900, 900))
+        got = emulate(build, gate_up, arguments, "silu_mul", stay=stay, tokens=tokens)
+        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
 
 
 def fused_equal(build, rows: int, channels: int, gathered: bool = True, **how) -> None:  # type: ignore[no-untyped-def] # noqa: F811

@@ -125,6 +125,25 @@ struct TokenScale {
                                      : sum_of_groups<32>(ratios, eights, lane, of_group);
     }
 #endif
+    choose(top, first, sum);
+  }
+#if !MOST_BLOCKS
+  // From the largest ratio of INT4 blocks, and the ratios of the INT8 blocks in shared memory. One warp, whose lanes are left
+  // what INT8 blocks of their number's group count as.
+  __device__ __forceinline__ TokenScale(uint32_t top, const float* ratios, int eights, int lane, uint32_t& of_group) {
+    float first = 0.f, sum = 0.f;
+    if (eights > 0) {
+      sum = sum_of_groups<32>(ratios, eights, lane, of_group);
+      first = __uint_as_float(__shfl_sync(kWarp, of_group, 0)); // the largest of all
+    }
+    choose(top, first, sum);
+  }
+  // What another warp has found.
+  __device__ __forceinline__ TokenScale(float found, float inverse) : scale(found), reciprocal(inverse) {}
+#endif
+
+  // top: of INT4 blocks, first and sum: of the INT8 blocks' maxima.
+  __device__ __forceinline__ void choose(uint32_t top, float first, float sum) {
     float least = fmaxf(__fmul_rn(__uint_as_float(top), kPerInt4), __fmul_rn(sum, kPerInt8));
     if (first > least) { // at most 250 times, as the sum holds it: the first group's ratio becomes a power of two
       // The exponent of first / least, without the division: the quotient of two mantissas never rounds up to 1. Where

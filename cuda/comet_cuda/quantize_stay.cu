@@ -1,0 +1,386 @@
+// quantize_act with one scale a token, for many tokens and for wide rows on sm_90: ctas, or clusters of ctas, that stay and
+// take one token after the other, several of them on a multiprocessor, so that one loads, one gathers and one stores.
+//
+// Four lanes take a block of 128 channels, 32 values each, eight blocks a warp; the warp does the same blocks of one token
+// after the other. One warp of each cta has no blocks: it copies rows ahead into a ring of stages in shared memory, and
+// finds a token's scale once the cta's (the cluster's) warps have left what their blocks would choose alone: the largest
+// ratio of a warp of INT4 blocks, and each ratio of INT8 blocks. The others wait for the scale, not for each other.
+// A warp's blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp.
+//
+// With CLUSTER ctas a token each has ceil(NB / CLUSTER) consecutive blocks, and, to gather from, the whole row. Ratios are
+// sent to all of them, where an mbarrier counts the bytes. Two sets of ratios are enough: nobody sends those of a token
+// before the scale of the one before is known to its cta.
+//
+// Definitions: ELEMENT, HADAMARD, FUSE (0, 2), as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and OUT 1;
+// GATHER (0: channels come in storage order, and a cta copies those of its own blocks); CLUSTER; STAGES of the ring;
+// REGISTERS a thread. K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least
+// ceil(NB / CLUSTER) / 8 + 2 warps.
+#include "comet/cluster.cuh"
+#include "comet/four_lanes.cuh"
+#include "comet/pipeline.cuh"
+#include "comet/token_scale.cuh"
+
+using namespace comet;
+
+constexpr int kInputs = FUSE == 2 ? 2 : 1; // rows a stage: x, or gate and up
+constexpr int kPiece = 8;                  // values of a lane that lie side by side in memory
+static_assert(FUSE != 1, "the norm is quantize_many.cu's");
+
+// The lower half of a word, plus another word, in one instruction.
+__device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
+  asm("dp2a.lo.u32.u32 %0, %1, 1, %0;" : "+r"(x) : "r"(two));
+  return x;
+}
+
+// The same number, but what depends on it is found again rather than kept in registers from token to token.
+__device__ __forceinline__ int again(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The blocks of one cta of a token.
+struct Range {
+  int first, end, eights, eight_warps, warps; // blocks; INT8 blocks of them; warps of INT8 blocks, and all
+  __device__ __forceinline__ Range(const TokenParams& p, int rank) {
+    const int each = (p.NB + CLUSTER - 1) / CLUSTER;
+    first = rank * each, end = min(first + each, p.NB);
+    eights = max(0, min(p.int8_blocks, end) - first);
+    eight_warps = (eights + kBlocks - 1) / kBlocks;
+    warps = eight_warps + (end - first - eights + kBlocks - 1) / kBlocks;
+  }
+};
+
+// Shared memory: stage by stage the channels of each input, padded to whole blocks; where each thread's channels lie; two
+// tokens' ratios (of warps of INT4 blocks, 32 a cta; of INT8 blocks); what the scale's warp tells the others; what a block's
+// largest magnitude is multiplied with; barriers.
+struct Memory {
+  uint32_t base, places, barriers, input_bytes;
+  int channels; // that a stage holds of each input
+  float *tops, *published, *per_absmax;
+  int pitch;    // floats from one token's ratios to the other's
+  __device__ __forceinline__ Memory(const TokenParams& p, char* shared, const Range& range) {
+    channels = GATHER ? p.K : min(range.end * kBlock, p.K) - range.first * kBlock;
+    base = shared_address(shared);
+    input_bytes = uint32_t(GATHER ? p.NB : (p.NB + CLUSTER - 1) / CLUSTER) * kBlock * E::kBytes;
+    const uint32_t staged = STAGES * kInputs * input_bytes;
+    places = base + staged;
+    const uint32_t used = staged + (GATHER ? (blockDim.x - 32) * kValues * 2 : 0);
+    pitch = 32 * CLUSTER + (p.NB + 3) / 4 * 4;
+    tops = reinterpret_cast<float*>(shared + used);
+    published = tops + 2 * pitch; // 32 groups' maxima, the scale, its reciprocal
+    per_absmax = published + 36;
+    barriers = base + used + 8 * pitch + 4 * 36 + blockDim.x; // four bytes for each four threads
+  }
+  __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }             // its rows have come
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
+  __device__ __forceinline__ uint32_t left(int set) const { return barriers + 8 * (2 * STAGES + set); }  // all ratios are here
+  __device__ __forceinline__ uint32_t known() const { return barriers + 8 * (2 * STAGES + 2); }          // the scale is
+  __device__ __forceinline__ float* ratios(int set) const { return tops + set * pitch + 32 * CLUSTER; }  // of INT8 blocks
+  // Of this thread's channels 8 * q on.
+  __device__ __forceinline__ uint32_t places_at(int q) const { return places + (q * (blockDim.x - 32) + threadIdx.x) * 16; }
+  __device__ __forceinline__ void copy(const TokenParams& p, int first, int token, int stage, unsigned long long policy) const {
+    const uint32_t bytes = uint32_t(channels) * E::kBytes;
+    mbarrier_expect(full(stage), kInputs * bytes);
+    const char* row = static_cast<const char*>(p.x) + (size_t(token) * (kInputs * p.K) + (GATHER ? 0 : first * kBlock)) * E::kBytes;
+    bulk_copy(input(stage, 0), row, bytes, full(stage), policy);
+    if (FUSE == 2) bulk_copy(input(stage, 1), row + size_t(p.K) * E::kBytes, bytes, full(stage), policy);
+  }
+};
+
+// A warp's blocks, seen from one lane.
+struct Place {
+  int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
+  bool exists, is_int4;
+  uint32_t at; // without a gather: of its block, in bytes from the start of an input
+  __device__ __forceinline__ Place(const TokenParams& p, const Range& range, const Memory& memory) {
+    const int warp = threadIdx.x / 32;
+    lane = threadIdx.x % kLanes;
+    is_int4 = __any_sync(kWarp, warp >= range.eight_warps); // known to be the warp's
+    const int from = is_int4 ? range.first + range.eights + (warp - range.eight_warps) * kBlocks : range.first + warp * kBlocks;
+    const int end = is_int4 ? range.end : range.first + range.eights, own = from + int(threadIdx.x % 32) / kLanes;
+    exists = own < end;
+    block = exists ? own : from;
+    const float clip = p.clip[block];
+    memory.per_absmax[threadIdx.x / kLanes] = is_int4 ? divide(clip, 7.f, 1.f / 7.f) : divide(clip, 127.f, 1.f / 127.f);
+    at = uint32_t(block - range.first) * kBlock * E::kBytes;
+  }
+  // Channel of the block that piece q (8 slots) begins with; pieces are slot bits s4 s3.
+  __device__ __forceinline__ int piece(int q) const {
+    const int l0 = lane & 1, l1 = lane >> 1;
+    return HADAMARD && is_int4 ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q & 1) + 32 * (q >> 1) + 16 * l0 + 8 * l1;
+  }
+  __device__ __forceinline__ void find(const TokenParams& p, const Memory& memory) const {
+    if constexpr (GATHER) {
+#pragma unroll
+      for (int i = 0; i < kValues; i += 4) {
+        const int c = block * kBlock + piece(i / 8) + i % 8;
+        int4 index = {c, c + 1, c + 2, c + 3};
+        if (c < p.K) index = __ldg(reinterpret_cast<const int4*>(p.perm + c)); // K is a multiple of 4
+        constexpr int kBytes = E::kBytes;
+        store_shared_8(memory.places_at(i / 8) + i % 8 * 2, uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16,
+                       uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16);
+      }
+    }
+  }
+  __device__ __forceinline__ void read(const Memory& memory, float (&v)[kValues], uint32_t input) const {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      if constexpr (GATHER) {
+        const uint4 eight = load_shared_16(memory.places_at(q));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t two = part(eight, i);
+          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_plus(two, input)));
+          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
+        }
+      } else {
+        const uint4 eight = load_shared_16(input + at + piece(q) * E::kBytes);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[8 * q + i] = E::half_to_float(part(eight, i / 2), i % 2);
+      }
+    }
+  }
+};
+
+// The values of the warp's blocks as the producer leaves them.
+__device__ __forceinline__ void read_values(const Place& place, const Memory& memory, int stage, float (&v)[kValues]) {
+  place.read(memory, v, __shfl_sync(kWarp, memory.input(stage, 0), 0)); // known to be one value
+  if constexpr (FUSE == 2) {
+    float up[kValues];
+    place.read(memory, up, __shfl_sync(kWarp, memory.input(stage, 1), 0));
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = sigmoid_times(v[i]);
+    round_all(v);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], up[i]);
+    round_all(v);
+  }
+}
+
+// The scale that each of the warp's blocks would choose alone; the values are left rotated, but for norm and signs.
+template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, const Memory& memory, float (&v)[kValues]) {
+  constexpr bool kRotated = HADAMARD && kInt4;
+  if (kRotated) hadamard(v, again(place.lane));
+  int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
+#pragma unroll
+  for (int i = 0; i < kValues; i += 4)
+    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
+               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
+  float largest = over_lanes(__int_as_float(most));
+  if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
+  return __fmul_rn(largest, memory.per_absmax[threadIdx.x / kLanes]);
+}
+
+// What the warp leaves for the scale's: the largest ratio of its INT4 blocks, or the ratio of each INT8 block.
+template <bool kInt4>
+__device__ __forceinline__ void leave(const Place& place, const Memory& memory, int set, int rank, float ratio) {
+  float* to = memory.ratios(set) + place.block;
+  bool mine = place.exists && place.lane < CLUSTER;
+  [[maybe_unused]] int receiver = place.lane;
+  if (kInt4) {
+    ratio = __uint_as_float(__reduce_max_sync(kWarp, __float_as_uint(ratio)));
+    to = memory.tops + set * memory.pitch + 32 * rank + threadIdx.x / 32;
+    receiver = threadIdx.x % 32, mine = receiver < CLUSTER;
+  }
+#if CLUSTER > 1
+  if (mine) send_to_cta(to, receiver, ratio, memory.left(set));
+#else
+  if (mine) *to = ratio;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.left(set));
+#endif
+}
+
+// Where a lane stores the codes of its block: piece q's eight bytes lie at `within` ^ (64 * (q & 1) + 32 * (q >> 1)).
+struct Destination {
+  char* to;
+  uint32_t within;
+};
+
+// Codes of the warp's blocks, the quick way or the exact one -> memory. False: some that the quick way found are in doubt.
+template <bool kInt4, bool kQuick>
+__device__ __forceinline__ bool store_codes(const Place& place, const Destination& at, const float (&v)[kValues], float divisor,
+                                            uint32_t by) {
+  const uint32_t bias = (256 - kBias4 * by) * kTwice; // of (code + bias of pairs) * by; the low bytes are two's complement
+  bool certain = true;
+  const int lane = again(place.lane);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    float mine[kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) mine[i] = v[q * kPiece + i];
+    const bool negative = ((q & 2) && (lane & 1)) != ((q & 1) && (lane & 2));
+    float factor = HADAMARD && kInt4 ? (negative ? -kHadamardNorm : kHadamardNorm) : 1.f;
+    uint32_t pairs[kPiece / 2], words[2];
+    if constexpr (kQuick) {
+      factor *= divisor; // which is its inverse
+      certain &= quick_codes(mine, {factor, factor, factor, factor}, pairs);
+    } else {
+      exact_codes<kInt4 ? 4 : 8>(mine, {factor, factor, factor, factor}, divisor, pairs);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t low = pairs[2 * half], high = pairs[2 * half + 1];
+      words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+    }
+    if (place.exists) store_global(at.to + (at.within ^ (64 * (q & 1) + 32 * (q >> 1))), words[0], words[1]);
+  }
+  return certain;
+}
+
+// Codes of the warp's blocks -> memory.
+template <bool kInt4>
+__device__ __forceinline__ void store(const TokenParams& p, const Place& place, const Memory& memory, const float (&v)[kValues],
+                                      float ratio, int token) {
+  TokenScale scales(memory.published[32], memory.published[33]);
+  const int row = token % 8, lane = again(place.lane);
+  const uint32_t atom = place.block * ((p.M + 7) / 8) + token / 8;
+  float divisor = scales.scale, inverse = kUnusual;
+  uint32_t by = 1;
+  if (kInt4) {
+    const float multiple = scales.multiple(ratio);
+    divisor = __fmul_rn(divisor, multiple), by = uint32_t(multiple);
+    const bool quick = memory.per_absmax[threadIdx.x / kLanes] >= kQuickClip / 7.f; // so the clip is at least kQuickClip
+    if (quick && divisor >= kQuickTiny && divisor <= kQuickHuge) inverse = reciprocal_of(divisor) * kStep;
+  } else {
+    const uint32_t* const groups = reinterpret_cast<const uint32_t*>(memory.published);
+    const int e = scales.exponent(__uint_as_float(groups[31 - __clz(place.block + 1)]));
+    divisor = __fmul_rn(divisor, __int_as_float((e + 127) << 23));
+    const int next = place.block + 1;
+    const int then = next < p.int8_blocks ? scales.exponent(__uint_as_float(groups[31 - __clz(next + 1)])) : 0;
+    if (place.exists && place.lane == 0) {
+      int* const words = p.multiples + size_t(atom) * 8;
+      words[row] = e | (e - then) << 8;
+      if (token == p.M - 1) // tokens that fill the last atom
+        for (int more = row + 1; more < 8; ++more) words[more] = 0;
+    }
+  }
+  const Destination at{static_cast<char*>(p.codes) + size_t(atom) * 1024 + row * 128,
+                       uint32_t(16 * (lane & 1) + 8 * (lane >> 1)) ^ (16 * row)};
+  if constexpr (kInt4) {
+    if (store_codes<true, true>(place, at, v, inverse, by) && inverse < kUnusual) return;
+  }
+  store_codes<kInt4, false>(place, at, v, divisor, by);
+}
+
+// The warp without blocks: rows ahead, and the scale of each token.
+__device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory, const Range& own, int rank) {
+  const int lane = threadIdx.x % 32, step = gridDim.x;
+  uint32_t valid = 0; // of which ctas' warps this lane's number has INT4 blocks
+  [[maybe_unused]] uint32_t bytes = 4 * p.int8_blocks;
+#pragma unroll
+  for (int r = 0; r < CLUSTER; ++r) {
+    const Range range(p, r);
+    valid |= uint32_t(lane >= range.eight_warps && lane < range.warps) << r;
+    bytes += 4 * (range.warps - range.eight_warps);
+  }
+  if (lane == 0)
+    for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
+      memory.copy(p, own.first, token, stage, l2_evict_first());
+  int stage = 0, parity = 0, set = 0, phase = 0;
+  for (int token = blockIdx.x; token < p.M; token += step) {
+    if (lane == 0 && token + STAGES * step < p.M) {
+      mbarrier_wait(memory.empty(stage), parity);
+      memory.copy(p, own.first, token + STAGES * step, stage, l2_evict_first());
+    }
+    __syncwarp();
+    mbarrier_wait(memory.left(set), phase);
+#if CLUSTER > 1
+    if (lane == 0) mbarrier_expect(memory.left(set), bytes); // of the token after the next
+#endif
+    uint32_t top = 0; // non-negative floats are ordered as integers
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r)
+      top = max(top, valid >> r & 1 ? __float_as_uint(memory.tops[set * memory.pitch + 32 * r + lane]) : 0u);
+    uint32_t of_group = 0;
+    const TokenScale scales(__reduce_max_sync(kWarp, top), memory.ratios(set), p.int8_blocks, lane, of_group);
+    reinterpret_cast<uint32_t*>(memory.published)[lane] = of_group;
+    if (lane == 0) memory.published[32] = scales.scale, memory.published[33] = scales.reciprocal;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(memory.known());
+    if (rank == 0) {
+      if (lane == 0) p.scale[token] = scales.scale;
+      const int padding = token + 1 + lane; // tokens that fill the last atom: any finite scale
+      if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
+    }
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (set) phase ^= 1;
+    set ^= 1;
+  }
+}
+
+template <bool kInt4> __device__ __forceinline__ void quantize(const TokenParams& p, const Place& place, const Memory& memory, int rank) {
+  int stage = 0, parity = 0, set = 0;
+  for (int token = blockIdx.x; token < p.M; token += gridDim.x) {
+    mbarrier_wait(memory.full(stage), parity);
+    float v[kValues];
+    read_values(place, memory, stage, v);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.empty(stage));
+    const float ratio = ratio_of<kInt4>(place, memory, v);
+    leave<kInt4>(place, memory, set, rank, ratio);
+    mbarrier_wait(memory.known(), set);
+    store<kInt4>(p, place, memory, v, ratio, token);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+    set ^= 1;
+  }
+}
+
+extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(const TokenParams p) {
+  extern __shared__ __align__(128) char shared[];
+  let_next_kernel_start(); // it waits for this one's end before it reads or writes
+  const int rank = CLUSTER > 1 ? blockIdx.y : 0;
+  const Range range(p, rank);
+  const Memory memory(p, shared, range);
+  const int padding = GATHER || range.end == p.NB ? p.NB * kBlock - p.K : 0; // zeros of the last block
+  for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x)
+    store_shared_2(memory.input(0, i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(memory.full(stage), 1);
+      mbarrier_init(memory.empty(stage), range.warps);
+    }
+    mbarrier_init(memory.known(), 1);
+    for (int set = 0; set < 2; ++set) mbarrier_init(memory.left(set), CLUSTER > 1 ? 1 : range.warps);
+    mbarrier_init_fence();
+#if CLUSTER > 1
+    uint32_t bytes = 4 * p.int8_blocks;
+    for (int r = 0; r < CLUSTER; ++r) {
+      const Range other(p, r);
+      bytes += 4 * (other.warps - other.eight_warps);
+    }
+    for (int set = 0; set < 2; ++set) mbarrier_expect(memory.left(set), bytes);
+#endif
+  }
+  __syncthreads();
+#if CLUSTER > 1
+  cluster_arrive_relaxed(); // others may send
+#endif
+  const int warp = threadIdx.x / 32;
+  const bool serves = __any_sync(kWarp, warp == int(blockDim.x) / 32 - 1), works = __any_sync(kWarp, warp < range.warps);
+  if (!serves && !works) {
+#if CLUSTER > 1
+    cluster_wait();
+#endif
+    return;
+  }
+  if (serves) {
+#if CLUSTER > 1
+    cluster_wait();
+#endif
+    wait_for_previous_kernel();
+    serve(p, memory, range, rank);
+    return;
+  }
+  const Place place(p, range, memory);
+  place.find(p, memory);
+#if CLUSTER > 1
+  cluster_wait();
+#endif
+  wait_for_previous_kernel();
+  if (place.is_int4)
+    quantize<true>(p, place, memory, rank);
+  else
+    quantize<false>(p, place, memory, rank);
+}
