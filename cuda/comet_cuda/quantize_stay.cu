@@ -13,8 +13,12 @@
 //
 // Definitions: ELEMENT, HADAMARD, FUSE (0, 2), as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and OUT 1;
 // GATHER (0: channels come in storage order, and a cta copies those of its own blocks); CLUSTER; STAGES of the ring;
-// REGISTERS a thread. K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least
+// FAR (1: rows to gather from have more than 32,768 channels); REGISTERS a thread. K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least
 // ceil(NB / CLUSTER) / 8 + 2 warps.
+//
+// Which channel a slot holds (slot bits s4..s0, lane bits l1 l0 of the four):
+//   start order:  channel bits 6..0 = l1 l0 (s4 ^ l0) (s3 ^ l1) s2 s1 s0, as in four_lanes.cuh;
+//   end order:    channel bits 6..0 = s4 l1 l0 s3 s2 s1 s0, so that a lane stores sixteen bytes at once.
 #include "comet/cluster.cuh"
 #include "comet/four_lanes.cuh"
 #include "comet/pipeline.cuh"
@@ -23,13 +27,20 @@
 using namespace comet;
 
 constexpr int kInputs = FUSE == 2 ? 2 : 1; // rows a stage: x, or gate and up
-constexpr int kPiece = 8;                  // values of a lane that lie side by side in memory
+constexpr int kPiece = 16;                 // values of a lane whose codes lie side by side in memory
 static_assert(FUSE != 1, "the norm is quantize_many.cu's");
 
-// The lower half of a word, plus another word, in one instruction.
-__device__ __forceinline__ uint32_t low_plus(uint32_t two, uint32_t x) {
-  asm("dp2a.lo.u32.u32 %0, %1, 1, %0;" : "+r"(x) : "r"(two));
-  return x;
+// Bytes from the start of an input, of which two stand in a word; or, where rows are longer, channels.
+constexpr int kUnit = FAR ? 1 : E::kBytes;
+// The address of the one that is in the lower half, and in the upper half: an instruction each.
+__device__ __forceinline__ uint32_t low_of(uint32_t two, uint32_t input) {
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %0;" : "+r"(input) : "r"(two), "n"(FAR ? 2 : 1));
+  return input;
+}
+__device__ __forceinline__ uint32_t high_of(uint32_t two, uint32_t input) {
+  if (!FAR) return input + (two >> 16);
+  asm("dp2a.lo.u32.u32 %0, %1, 512, %0;" : "+r"(input) : "r"(two));
+  return input;
 }
 
 // The same number, but what depends on it is found again rather than kept in registers from token to token.
@@ -37,6 +48,43 @@ __device__ __forceinline__ int again(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// The stages of `hadamard_blocks`, but for the norm and signs (`negative`); compare four_lanes.cuh. The last exchange sends
+// what the one before has brought, so that channel bits 3..0 stay in the lane.
+__device__ __forceinline__ void rotate(float (&v)[kValues], int lane) {
+  const float s0 = lane & 1 ? -1.f : 1.f, s1 = lane & 2 ? -1.f : 1.f;
+#pragma unroll
+  for (int stride = 1; stride <= 8; stride *= 2) { // 8: lanes with s1 = -1 hold the pair the other way round, and leave a sign
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (i & stride) continue;
+      const float low = v[i], high = v[i + stride];
+      v[i] = __fadd_rn(low, high);
+      v[i + stride] = __fsub_rn(low, high);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) { // lanes with s0 = -1 hold the pair the other way round, and still do after it
+    const float a = v[i], b = v[i + 16];
+    v[i] = __fmaf_rn(a, s0, b);
+    v[i + 16] = __fmaf_rn(b, -s0, a);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) { // channel stride 32; lanes with s1 = -1 want the halves swapped
+    const float mine = v[i], other = __shfl_xor_sync(kWarp, v[i + 16], 1);
+    v[i] = __fmaf_rn(other, s1, mine);
+    v[i + 16] = __fmaf_rn(other, -s1, mine);
+  }
+#pragma unroll
+  for (int i = 0; i < 16; ++i) { // channel stride 64; of slots with s3 the lanes with s1 = -1 hold the negative
+    const float mine = v[i], other = __shfl_xor_sync(kWarp, v[i + 16], 2);
+    const float sum = __fadd_rn(mine, other), difference = __fsub_rn(mine, other);
+    v[i] = i & 8 ? difference : sum;
+    v[i + 16] = i & 8 ? sum : difference;
+  }
+}
+// Whether `rotate` has left the negative of a slot of piece q (slot bits s4 s3).
+__device__ __forceinline__ bool negative(int lane, int q) { return (lane & 2) && ((lane ^ q ^ (q >> 1)) & 1); }
 
 // The blocks of one cta of a token.
 struct Range {
@@ -108,7 +156,7 @@ struct Place {
   // Channel of the block that piece q (8 slots) begins with; pieces are slot bits s4 s3.
   __device__ __forceinline__ int piece(int q) const {
     const int l0 = lane & 1, l1 = lane >> 1;
-    return HADAMARD && is_int4 ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q & 1) + 32 * (q >> 1) + 16 * l0 + 8 * l1;
+    return HADAMARD && is_int4 ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q >> 1) + 16 * lane + 8 * (q & 1);
   }
   __device__ __forceinline__ void find(const TokenParams& p, const Memory& memory) const {
     if constexpr (GATHER) {
@@ -117,9 +165,8 @@ struct Place {
         const int c = block * kBlock + piece(i / 8) + i % 8;
         int4 index = {c, c + 1, c + 2, c + 3};
         if (c < p.K) index = __ldg(reinterpret_cast<const int4*>(p.perm + c)); // K is a multiple of 4
-        constexpr int kBytes = E::kBytes;
-        store_shared_8(memory.places_at(i / 8) + i % 8 * 2, uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16,
-                       uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16);
+        store_shared_8(memory.places_at(i / 8) + i % 8 * 2, uint32_t(index.x * kUnit) | uint32_t(index.y * kUnit) << 16,
+                       uint32_t(index.z * kUnit) | uint32_t(index.w * kUnit) << 16);
       }
     }
   }
@@ -131,8 +178,8 @@ struct Place {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t two = part(eight, i);
-          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_plus(two, input)));
-          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
+          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_of(two, input)));
+          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(high_of(two, input)));
         }
       } else {
         const uint4 eight = load_shared_16(input + at + piece(q) * E::kBytes);
@@ -161,7 +208,7 @@ __device__ __forceinline__ void read_values(const Place& place, const Memory& me
 // The scale that each of the warp's blocks would choose alone; the values are left rotated, but for norm and signs.
 template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, const Memory& memory, float (&v)[kValues]) {
   constexpr bool kRotated = HADAMARD && kInt4;
-  if (kRotated) hadamard(v, again(place.lane));
+  if (kRotated) rotate(v, again(place.lane));
   int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
 #pragma unroll
   for (int i = 0; i < kValues; i += 4)
@@ -192,44 +239,39 @@ __device__ __forceinline__ void leave(const Place& place, const Memory& memory, 
 #endif
 }
 
-// Where a lane stores the codes of its block: piece q's eight bytes lie at `within` ^ (64 * (q & 1) + 32 * (q >> 1)).
-struct Destination {
-  char* to;
-  uint32_t within;
-};
-
 // Codes of the warp's blocks, the quick way or the exact one -> memory. False: some that the quick way found are in doubt.
+// to: of the block's codes; within: of this lane's in the first half of them. divisor: or, for the quick way, its inverse.
 template <bool kInt4, bool kQuick>
-__device__ __forceinline__ bool store_codes(const Place& place, const Destination& at, const float (&v)[kValues], float divisor,
+__device__ __forceinline__ bool store_codes(const Place& place, char* to, uint32_t within, const float (&v)[kValues], float divisor,
                                             uint32_t by) {
   const uint32_t bias = (256 - kBias4 * by) * kTwice; // of (code + bias of pairs) * by; the low bytes are two's complement
   bool certain = true;
   const int lane = again(place.lane);
 #pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    float mine[kPiece];
+  for (int half = 0; half < 2; ++half) {
+    float mine[kPiece], factor[4];
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) mine[i] = v[q * kPiece + i];
-    const bool negative = ((q & 2) && (lane & 1)) != ((q & 1) && (lane & 2));
-    float factor = HADAMARD && kInt4 ? (negative ? -kHadamardNorm : kHadamardNorm) : 1.f;
-    uint32_t pairs[kPiece / 2], words[2];
-    if constexpr (kQuick) {
-      factor *= divisor; // which is its inverse
-      certain &= quick_codes(mine, {factor, factor, factor, factor}, pairs);
-    } else {
-      exact_codes<kInt4 ? 4 : 8>(mine, {factor, factor, factor, factor}, divisor, pairs);
-    }
+    for (int i = 0; i < kPiece; ++i) mine[i] = v[half * kPiece + i];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t low = pairs[2 * half], high = pairs[2 * half + 1];
-      words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+    for (int i = 0; i < 4; ++i) {
+      factor[i] = HADAMARD && kInt4 ? (negative(lane, 2 * half + i / 2) ? -kHadamardNorm : kHadamardNorm) : 1.f;
+      if (kQuick) factor[i] *= divisor;
     }
-    if (place.exists) store_global(at.to + (at.within ^ (64 * (q & 1) + 32 * (q >> 1))), words[0], words[1]);
+    uint32_t pairs[kPiece / 2], words[4];
+    if constexpr (kQuick)
+      certain &= quick_codes(mine, factor, pairs);
+    else
+      exact_codes<kInt4 ? 4 : 8>(mine, factor, divisor, pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = pairs[2 * i], high = pairs[2 * i + 1];
+      words[i] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
+    }
+    if (place.exists) store_global(to + (within ^ (64 * half)), make_uint4(words[0], words[1], words[2], words[3]));
   }
   return certain;
 }
 
-// Codes of the warp's blocks -> memory.
 template <bool kInt4>
 __device__ __forceinline__ void store(const TokenParams& p, const Place& place, const Memory& memory, const float (&v)[kValues],
                                       float ratio, int token) {
@@ -256,12 +298,12 @@ __device__ __forceinline__ void store(const TokenParams& p, const Place& place, 
         for (int more = row + 1; more < 8; ++more) words[more] = 0;
     }
   }
-  const Destination at{static_cast<char*>(p.codes) + size_t(atom) * 1024 + row * 128,
-                       uint32_t(16 * (lane & 1) + 8 * (lane >> 1)) ^ (16 * row)};
+  char* const to = static_cast<char*>(p.codes) + size_t(atom) * 1024 + row * 128;
+  const uint32_t within = 16 * (lane ^ row);
   if constexpr (kInt4) {
-    if (store_codes<true, true>(place, at, v, inverse, by) && inverse < kUnusual) return;
+    if (store_codes<true, true>(place, to, within, v, inverse, by) && inverse < kUnusual) return;
   }
-  store_codes<kInt4, false>(place, at, v, divisor, by);
+  store_codes<kInt4, false>(place, to, within, v, divisor, by);
 }
 
 // The warp without blocks: rows ahead, and the scale of each token.

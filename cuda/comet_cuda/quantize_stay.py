@@ -21,6 +21,8 @@ SM_REGISTERS, SM_WARPS = 65536, 64
 VALUES = 32  # of a lane
 RESERVED = 1024  # bytes of shared memory that a cta takes beside those asked for
 CLUSTERS, STAGES = (1, 2, 4), (1, 2)
+NEAR = 1 << 15  # channels whose bytes 16 bits count
+GROUPS = 8  # of multiprocessors at most, each an even number of them, that clusters do not cross
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +36,14 @@ class StayPlan:
     tokens: int  # under way at once
     used: int  # bytes of shared memory
     shared_bytes: int  # that are asked for
+    far: bool = False  # rows to gather from have more than NEAR channels
 
     def defines(self, dtype: torch.dtype, hadamard: bool, fuse: str, gather: bool) -> dict[str, int | str]:
         """The preprocessor definitions of quantize_stay.cu."""
         return {
             "ELEMENT": ELEMENTS[dtype], "TOKENS": 1, "VECTOR": 1, "STAGE": 1, "OUT": 1, "HADAMARD": int(hadamard),
             "FUSE": FUSES.index(fuse), "GATHER": int(gather), "CLUSTER": self.cluster, "STAGES": self.stages,
-            "REGISTERS": REGISTERS,
+            "FAR": int(self.far), "REGISTERS": REGISTERS,
         }  # fmt: skip
 
 
@@ -67,18 +70,26 @@ def fit(
         return None
     ctas = min(room, -(-rows * cluster // sms))
     asked = max(used, (shared_limit + RESERVED) // (ctas + 1))  # of so many, one more does not fit
-    return StayPlan(warps, cluster, stages, ctas, min(rows, sms * ctas // cluster), used, asked)
+    left_over = 2 * GROUPS if cluster == 4 and ctas % 2 else 0
+    tokens = min(rows, max(1, (sms * ctas - left_over) // cluster))
+    return StayPlan(warps, cluster, stages, ctas, tokens, used, asked, gathered and channels > NEAR)
 
 
 def configurations(family: str) -> list[Configuration]:
     """Every way that quantize_stay.cu is compiled on a GPU family."""
     if family != "sm_90":
         return []
-    plans = [StayPlan(0, cluster, stages, 0, 0, 0, 0) for cluster in CLUSTERS for stages in STAGES]
+    plans = [
+        StayPlan(0, cluster, stages, 0, 0, 0, 0, far)
+        for cluster in CLUSTERS
+        for stages in STAGES
+        for far in ((False, True) if cluster > 1 else (False,))
+    ]
     return [
         Configuration(SOURCE, plan.defines(dtype, hadamard, fuse, gather), OPTIONS)
         for plan in plans
         for fuse, gather in (("none", True), ("none", False), ("silu_mul", True), ("silu_mul", False))
+        if gather or not plan.far
         for dtype in ELEMENTS
         for hadamard in (False, True)
     ]

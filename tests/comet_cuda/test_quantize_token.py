@@ -378,7 +378,10 @@ def test_wide_rows_of_many_tokens_equal_the_reference(  # type: ignore[no-untype
 @emulation
 @pytest.mark.parametrize(
     ("rows", "channels", "stay", "tokens"),
-    [(7, 1416, (1, 2), 2), (7, 2888, (2, 1), 2), (5, 2888, (4, 2), 1), (2, 584, (2, 2), 3)],
+    [
+        (7, 1416, (1, 2), 2), (7, 2888, (2, 1), 2), (5, 2888, (4, 2), 1), (2, 584, (2, 2), 3),
+        pytest.param(1, 40968, (2, 1), 1, marks=pytest.mark.slow),
+    ],  # fmt: skip
 )
 def test_ctas_that_stay_equal_the_reference(  # type: ignore[no-untyped-def]
     build,  # noqa: F811

@@ -96,6 +96,9 @@ __device__ __forceinline__ void store_global(char* p, uint32_t data) { // where 
 __device__ __forceinline__ void store_global(char* p, uint32_t low, uint32_t high) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(low), "r"(high) : "memory");
 }
+__device__ __forceinline__ void store_global(char* p, const uint4& data) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w) : "memory");
+}
 
 // ---- programmatic dependent launch (sm_90 and later; nothing before)
 
