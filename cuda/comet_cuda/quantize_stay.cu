@@ -125,8 +125,9 @@ struct Memory {
   __device__ __forceinline__ uint32_t left(int set) const { return barriers + 8 * (2 * STAGES + set); }  // all ratios are here
   __device__ __forceinline__ uint32_t known() const { return barriers + 8 * (2 * STAGES + 2); }          // the scale is
   __device__ __forceinline__ float* ratios(int set) const { return tops + set * pitch + 32 * CLUSTER; }  // of INT8 blocks
-  // Of this thread's channels 8 * q on.
-  __device__ __forceinline__ uint32_t places_at(int q) const { return places + (q * (blockDim.x - 32) + threadIdx.x) * 16; }
+  // Of a thread's piece q; so mixed that neither those who read one q of consecutive threads meet in a bank, nor those who
+  // store all q of two.
+  __device__ __forceinline__ uint32_t places_at(int q, int thread) const { return places + (q * (blockDim.x - 32) + (thread ^ 2 * q)) * 16; }
   __device__ __forceinline__ void copy(const TokenParams& p, int first, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
     mbarrier_expect(full(stage), kInputs * bytes);
@@ -139,6 +140,7 @@ struct Memory {
 // A warp's blocks, seen from one lane.
 struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
+  int thread; // that takes this block
   bool exists, is_int4;
   uint32_t at; // without a gather: of its block, in bytes from the start of an input
   __device__ __forceinline__ Place(const TokenParams& p, const Range& range, const Memory& memory) {
@@ -149,6 +151,7 @@ struct Place {
     const int end = is_int4 ? range.end : range.first + range.eights, own = from + int(threadIdx.x % 32) / kLanes;
     exists = own < end;
     block = exists ? own : from;
+    thread = exists ? threadIdx.x : 32 * warp + lane;
     const float clip = p.clip[block];
     memory.per_absmax[threadIdx.x / kLanes] = is_int4 ? divide(clip, 7.f, 1.f / 7.f) : divide(clip, 127.f, 1.f / 127.f);
     at = uint32_t(block - range.first) * kBlock * E::kBytes;
@@ -158,23 +161,11 @@ struct Place {
     const int l0 = lane & 1, l1 = lane >> 1;
     return HADAMARD && is_int4 ? 32 * lane + 8 * (q ^ (2 * l0 + l1)) : 64 * (q >> 1) + 16 * lane + 8 * (q & 1);
   }
-  __device__ __forceinline__ void find(const TokenParams& p, const Memory& memory) const {
-    if constexpr (GATHER) {
-#pragma unroll
-      for (int i = 0; i < kValues; i += 4) {
-        const int c = block * kBlock + piece(i / 8) + i % 8;
-        int4 index = {c, c + 1, c + 2, c + 3};
-        if (c < p.K) index = __ldg(reinterpret_cast<const int4*>(p.perm + c)); // K is a multiple of 4
-        store_shared_8(memory.places_at(i / 8) + i % 8 * 2, uint32_t(index.x * kUnit) | uint32_t(index.y * kUnit) << 16,
-                       uint32_t(index.z * kUnit) | uint32_t(index.w * kUnit) << 16);
-      }
-    }
-  }
   __device__ __forceinline__ void read(const Memory& memory, float (&v)[kValues], uint32_t input) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       if constexpr (GATHER) {
-        const uint4 eight = load_shared_16(memory.places_at(q));
+        const uint4 eight = load_shared_16(memory.places_at(q, thread));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t two = part(eight, i);
@@ -189,6 +180,35 @@ struct Place {
     }
   }
 };
+
+// Where the channels of all blocks of the cta lie: pieces of eight are read one after the other, and stored where the lane
+// that needs them finds them (see Place::piece).
+__device__ __forceinline__ void find_places(const TokenParams& p, const Memory& memory, const Range& range) {
+  constexpr int kRounds = 4; // pieces of a thread: sixteen a block, which has four threads
+  const int pieces = 16 * (range.end - range.first), threads = blockDim.x - 32;
+  int4 index[2 * kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int piece = i * threads + threadIdx.x, c = range.first * kBlock + 8 * piece;
+    index[2 * i] = {c, c + 1, c + 2, c + 3}, index[2 * i + 1] = {c + 4, c + 5, c + 6, c + 7}; // padding stands for itself
+    if (piece >= pieces || c >= p.K) continue;
+    index[2 * i] = __ldg(reinterpret_cast<const int4*>(p.perm + c));
+    index[2 * i + 1] = __ldg(reinterpret_cast<const int4*>(p.perm + c + 4));
+  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int piece = i * threads + threadIdx.x, block = piece / 16, of_block = piece % 16;
+    if (piece >= pieces) continue;
+    const bool is_int8 = block < range.eights;
+    int lane = of_block >> 1 & 3, q = of_block >> 2 & 2 | of_block & 1;
+    if (HADAMARD && !is_int8) lane = of_block / 4, q = (of_block ^ 2 * (lane & 1) ^ lane >> 1) & 3;
+    const int thread = (is_int8 ? block : block - range.eights + range.eight_warps * kBlocks) * kLanes + lane;
+    const int4 &a = index[2 * i], &b = index[2 * i + 1];
+    const uint32_t at = memory.places_at(q, thread);
+    store_shared_8(at, uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16);
+    store_shared_8(at + 8, uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16);
+  }
+}
 
 // The values of the warp's blocks as the producer leaves them.
 __device__ __forceinline__ void read_values(const Place& place, const Memory& memory, int stage, float (&v)[kValues]) {
@@ -306,20 +326,52 @@ __device__ __forceinline__ void store(const TokenParams& p, const Place& place, 
   store_codes<kInt4, false>(place, to, within, v, divisor, by);
 }
 
-// The warp without blocks: rows ahead, and the scale of each token.
+// Bytes of a token's ratios.
+__device__ __forceinline__ uint32_t ratio_bytes(const TokenParams& p) {
+  uint32_t bytes = 4 * p.int8_blocks;
+#pragma unroll
+  for (int r = 0; r < CLUSTER; ++r) {
+    const Range range(p, r);
+    bytes += 4 * (range.warps - range.eight_warps);
+  }
+  return bytes;
+}
+
+// The warp without blocks, before all others are ready: barriers, and the first rows on their way.
+__device__ __forceinline__ void begin(const TokenParams& p, const Memory& memory, const Range& own) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  if (first_lane) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(memory.full(stage), 1);
+      mbarrier_init(memory.empty(stage), own.warps);
+    }
+    mbarrier_init(memory.known(), 1);
+    for (int set = 0; set < 2; ++set) mbarrier_init(memory.left(set), CLUSTER > 1 ? 1 : own.warps);
+    mbarrier_init_fence();
+#if CLUSTER > 1
+    for (int set = 0; set < 2; ++set) mbarrier_expect(memory.left(set), ratio_bytes(p));
+#endif
+  }
+  __syncwarp();
+#if CLUSTER > 1
+  cluster_arrive_relaxed(); // others may send
+#endif
+  wait_for_previous_kernel();
+  if (first_lane)
+    for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += gridDim.x)
+      memory.copy(p, own.first, token, stage, l2_evict_first());
+  __syncwarp();
+}
+
+// Then: rows ahead, and the scale of each token.
 __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory, const Range& own, int rank) {
   const int lane = threadIdx.x % 32, step = gridDim.x;
   uint32_t valid = 0; // of which ctas' warps this lane's number has INT4 blocks
-  [[maybe_unused]] uint32_t bytes = 4 * p.int8_blocks;
 #pragma unroll
   for (int r = 0; r < CLUSTER; ++r) {
     const Range range(p, r);
     valid |= uint32_t(lane >= range.eight_warps && lane < range.warps) << r;
-    bytes += 4 * (range.warps - range.eight_warps);
   }
-  if (lane == 0)
-    for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += step)
-      memory.copy(p, own.first, token, stage, l2_evict_first());
   int stage = 0, parity = 0, set = 0, phase = 0;
   for (int token = blockIdx.x; token < p.M; token += step) {
     if (lane == 0 && token + STAGES * step < p.M) {
@@ -329,7 +381,7 @@ __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory
     __syncwarp();
     mbarrier_wait(memory.left(set), phase);
 #if CLUSTER > 1
-    if (lane == 0) mbarrier_expect(memory.left(set), bytes); // of the token after the next
+    if (lane == 0) mbarrier_expect(memory.left(set), ratio_bytes(p)); // of the token after the next
 #endif
     uint32_t top = 0; // non-negative floats are ordered as integers
 #pragma unroll
@@ -372,54 +424,28 @@ template <bool kInt4> __device__ __forceinline__ void quantize(const TokenParams
 extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(const TokenParams p) {
   extern __shared__ __align__(128) char shared[];
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
-  const int rank = CLUSTER > 1 ? blockIdx.y : 0;
+  const int rank = CLUSTER > 1 ? blockIdx.y : 0, warp = threadIdx.x / 32;
   const Range range(p, rank);
   const Memory memory(p, shared, range);
-  const int padding = GATHER || range.end == p.NB ? p.NB * kBlock - p.K : 0; // zeros of the last block
-  for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x)
-    store_shared_2(memory.input(0, i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(memory.full(stage), 1);
-      mbarrier_init(memory.empty(stage), range.warps);
-    }
-    mbarrier_init(memory.known(), 1);
-    for (int set = 0; set < 2; ++set) mbarrier_init(memory.left(set), CLUSTER > 1 ? 1 : range.warps);
-    mbarrier_init_fence();
+  const bool serves = __any_sync(kWarp, warp == int(blockDim.x) / 32 - 1), works = __any_sync(kWarp, warp < range.warps);
+  if (serves) {
+    begin(p, memory, range);
+  } else {
 #if CLUSTER > 1
-    uint32_t bytes = 4 * p.int8_blocks;
-    for (int r = 0; r < CLUSTER; ++r) {
-      const Range other(p, r);
-      bytes += 4 * (other.warps - other.eight_warps);
-    }
-    for (int set = 0; set < 2; ++set) mbarrier_expect(memory.left(set), bytes);
+    cluster_arrive_relaxed();
 #endif
+    const int padding = GATHER || range.end == p.NB ? p.NB * kBlock - p.K : 0; // zeros of the last block
+    for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x - 32)
+      store_shared_2(memory.input(0, i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
+    if (GATHER) find_places(p, memory, range);
   }
   __syncthreads();
 #if CLUSTER > 1
-  cluster_arrive_relaxed(); // others may send
-#endif
-  const int warp = threadIdx.x / 32;
-  const bool serves = __any_sync(kWarp, warp == int(blockDim.x) / 32 - 1), works = __any_sync(kWarp, warp < range.warps);
-  if (!serves && !works) {
-#if CLUSTER > 1
-    cluster_wait();
-#endif
-    return;
-  }
-  if (serves) {
-#if CLUSTER > 1
-    cluster_wait();
-#endif
-    wait_for_previous_kernel();
-    serve(p, memory, range, rank);
-    return;
-  }
-  const Place place(p, range, memory);
-  place.find(p, memory);
-#if CLUSTER > 1
   cluster_wait();
 #endif
+  if (serves) serve(p, memory, range, rank);
+  if (serves || !works) return;
+  const Place place(p, range, memory);
   wait_for_previous_kernel();
   if (place.is_int4)
     quantize<true>(p, place, memory, rank);

@@ -151,7 +151,7 @@ inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; retu
 // pipeline.cuh. A bulk copy spoils its target at once and arrives when somebody waits, so that too early a read or
 // refill is seen.
 namespace emu {
-struct Copy { u32 to; const void* from; u32 bytes, barrier; };
+struct Copy { Cta* cta; u32 to; const void* from; u32 bytes, barrier; };
 inline std::deque<Copy> copies;
 inline void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.expected, b.phase ^= 1; }
 }
@@ -171,14 +171,14 @@ inline void mbarrier_expect(u32 at, u32 bytes) { barriers_of_cta().at(at).bytes 
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, unsigned long long) {
   if (to % 16 || bytes % 16 || (unsigned long long)from % 16) abort();
   memset(memory_of_cta() + to, 0xFF, bytes);
-  emu::copies.push_back({to, from, bytes, barrier});
+  emu::copies.push_back({emu::now->cta, to, from, bytes, barrier});
 }
 inline void mbarrier_wait(u32 at, u32 parity) {
   while (barriers_of_cta().at(at).phase == parity) {
     if (!emu::copies.empty()) {
       const emu::Copy c = emu::copies.front(); emu::copies.pop_front();
-      memcpy(memory_of_cta() + c.to, c.from, c.bytes);
-      emu::Barrier& b = barriers_of_cta().at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
+      memcpy(c.cta->memory + c.to, c.from, c.bytes);
+      emu::Barrier& b = c.cta->barriers.at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
     } else emu::yield();
   }
 }
