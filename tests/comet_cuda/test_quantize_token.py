@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_act_cuda, quantize_many, quantize_row, quantize_stay, quantize_token, quantize_token_plan
+from comet_cuda import (
+    quantize_act_cuda,
+    quantize_many,
+    quantize_row,
+    quantize_stay,
+    quantize_token,
+    quantize_token_plan,
+)
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token_plan import plan_plain, plan_token
@@ -379,9 +386,12 @@ def test_wide_rows_of_many_tokens_equal_the_reference(  # type: ignore[no-untype
 @pytest.mark.parametrize(
     ("rows", "channels", "stay", "tokens"),
     [
-        (7, 1416, (1, 2), 2), (7, 2888, (2, 1), 2), (5, 2888, (4, 2), 1), (2, 584, (2, 2), 3),
+        (7, 1416, (1, 2), 2),
+        (7, 2888, (2, 1), 2),
+        (5, 2888, (4, 2), 1),
+        (2, 584, (2, 2), 3),
         pytest.param(1, 40968, (2, 1), 1, marks=pytest.mark.slow),
-    ],  # fmt: skip
+    ],
 )
 def test_ctas_that_stay_equal_the_reference(  # type: ignore[no-untyped-def]
     build,  # noqa: F811
