@@ -131,8 +131,15 @@ struct TokenScale {
   // From the largest ratio of INT4 blocks, and the ratios of the INT8 blocks in shared memory. One warp, whose lanes are left
   // what INT8 blocks of their number's group count as.
   __device__ __forceinline__ TokenScale(uint32_t top, const float* ratios, int eights, int lane, uint32_t& of_group) {
-    float first = 0.f, sum = 0.f;
-    if (eights > 0) {
+    float first, sum;
+    if (eights <= 32) { // without exchanges, which would follow each other
+      uint32_t largest[kGroups];
+      sum = sum_by_thread<32>(ratios, eights, largest);
+      of_group = 0;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) of_group = lane == group ? largest[group] : of_group;
+      first = __uint_as_float(largest[0]);
+    } else {
       sum = sum_of_groups<32>(ratios, eights, lane, of_group);
       first = __uint_as_float(__shfl_sync(kWarp, of_group, 0)); // the largest of all
     }
