@@ -19,6 +19,12 @@
 // Which channel a slot holds (slot bits s4..s0, lane bits l1 l0 of the four):
 //   start order:  channel bits 6..0 = l1 l0 (s4 ^ l0) (s3 ^ l1) s2 s1 s0, as in four_lanes.cuh;
 //   end order:    channel bits 6..0 = s4 l1 l0 s3 s2 s1 s0, so that a lane stores sixteen bytes at once.
+#ifndef V4
+#define V4 1
+#endif
+#ifndef EARLY
+#define EARLY 1
+#endif
 #include "comet/cluster.cuh"
 #include "comet/four_lanes.cuh"
 #include "comet/pipeline.cuh"
@@ -143,7 +149,7 @@ struct Place {
   int thread; // that takes this block
   bool exists, is_int4;
   uint32_t at; // without a gather: of its block, in bytes from the start of an input
-  __device__ __forceinline__ Place(const TokenParams& p, const Range& range, const Memory& memory) {
+  __device__ __forceinline__ Place(const TokenParams& p, const Range& range) {
     const int warp = threadIdx.x / 32;
     lane = threadIdx.x % kLanes;
     is_int4 = __any_sync(kWarp, warp >= range.eight_warps); // known to be the warp's
@@ -152,9 +158,11 @@ struct Place {
     exists = own < end;
     block = exists ? own : from;
     thread = exists ? threadIdx.x : 32 * warp + lane;
+    at = uint32_t(block - range.first) * kBlock * E::kBytes;
+  }
+  __device__ __forceinline__ void leave_clip(const TokenParams& p, const Memory& memory) const {
     const float clip = p.clip[block];
     memory.per_absmax[threadIdx.x / kLanes] = is_int4 ? divide(clip, 7.f, 1.f / 7.f) : divide(clip, 127.f, 1.f / 127.f);
-    at = uint32_t(block - range.first) * kBlock * E::kBytes;
   }
   // Channel of the block that piece q (8 slots) begins with; pieces are slot bits s4 s3.
   __device__ __forceinline__ int piece(int q) const {
@@ -205,8 +213,14 @@ __device__ __forceinline__ void find_places(const TokenParams& p, const Memory& 
     const int thread = (is_int8 ? block : block - range.eights + range.eight_warps * kBlocks) * kLanes + lane;
     const int4 &a = index[2 * i], &b = index[2 * i + 1];
     const uint32_t at = memory.places_at(q, thread);
+#if V4
+    const uint32_t eight[4] = {uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16,
+                               uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16};
+    store_shared_16(at, eight);
+#else
     store_shared_8(at, uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16);
     store_shared_8(at + 8, uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16);
+#endif
   }
 }
 
@@ -437,6 +451,9 @@ extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(
     const int padding = GATHER || range.end == p.NB ? p.NB * kBlock - p.K : 0; // zeros of the last block
     for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x - 32)
       store_shared_2(memory.input(0, i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
+#if EARLY
+    if (works) Place(p, range).leave_clip(p, memory);
+#endif
     if (GATHER) find_places(p, memory, range);
   }
   __syncthreads();
@@ -445,7 +462,10 @@ extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(
 #endif
   if (serves) serve(p, memory, range, rank);
   if (serves || !works) return;
-  const Place place(p, range, memory);
+  const Place place(p, range);
+#if !EARLY
+  place.leave_clip(p, memory);
+#endif
   wait_for_previous_kernel();
   if (place.is_int4)
     quantize<true>(p, place, memory, rank);
