@@ -16,7 +16,10 @@ LM_HEAD, SAMPLE = "lm_head", "sample"
 KINDS = (  # the first whose word is in the kernel's name
     (APPEND, ("rope_append", "kv4_append", "quantize_page", "rope_qk")),
     (ATTENTION, ("kv4", "flash", "fmha", "attention", "combine")),
-    (QUANTIZE, ("quantize_act", "quantize_few", "quantize_many", "quantize_row", "quantize_token", "row_op")),
+    (
+        QUANTIZE,
+        ("quantize_act", "quantize_few", "quantize_many", "quantize_row", "quantize_stay", "quantize_token", "row_op"),
+    ),
     (SAMPLE, ("argmax",)),
     (GEMM, ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitkreduce", "reduce_parts", "device_kernel", "cublas")),
 )

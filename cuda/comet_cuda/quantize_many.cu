@@ -9,9 +9,9 @@
 // token, then each warp scales what it gathers of this one.
 //
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and
-// OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread (64: ctas of up to 32 warps); GATHER (1: from whole rows, and
-// always with the norm; 0: channels come in storage order and a cta copies those of its own blocks); SHARE (1; 0: scales
-// are multiples of one a token, see token_scale.cuh and quantize_token.cu; a cta then takes whole tokens).
+// OUT 1 (sm_90); STAGES of the ring; REGISTERS a thread; SHARE (1; 0, with the norm: scales are multiples of one a token,
+// see token_scale.cuh and quantize_token.cu). With the norm a cta takes whole tokens and gathers; without, channels come in
+// storage order, and a cta copies those of its own blocks.
 // gridDim.y ctas share the blocks of a token. K is a multiple of 8, rows are aligned to 16 bytes.
 #include "comet/four_lanes.cuh"
 #include "comet/pipeline.cuh"
@@ -21,15 +21,10 @@ using namespace comet;
 
 constexpr int kInputs = FUSE == 0 ? 1 : 2;  // rows a stage: x, or x and the residual, or gate and up
 constexpr int kMostWarps = 32;
-constexpr bool kFewRegisters = REGISTERS <= 64;
-constexpr bool kPlaces = GATHER && kFewRegisters; // shared memory, and not registers, knows where gathered channels lie
-constexpr int kParts = kFewRegisters ? 4 : 1;     // a lane's codes are found one part of its values after the other
-constexpr int kPartValues = kValues / kParts;
-constexpr bool kGather = GATHER;
+constexpr bool kGather = FUSE == 1;
 constexpr uint32_t kNone = 0xFFFF;
 static_assert(FUSE != 1 || STAGES >= 3, "the norm sums the next row, too");
-static_assert((SHARE == 1 || SHARE == 0) && OUT == 1 && (GATHER || FUSE != 1), "see the definitions");
-static_assert(!kFewRegisters || (SHARE == 0 && FUSE != 1), "only there");
+static_assert((SHARE == 1 || (SHARE == 0 && FUSE == 1)) && OUT == 1, "see the definitions");
 #if SHARE == 0
 using Arguments = TokenParams;
 __device__ __forceinline__ bool has_int4(const Arguments& p, int block) { return block >= p.int8_blocks; }
@@ -68,7 +63,7 @@ __device__ __forceinline__ int share_out(const Arguments& p, uint16_t* table) {
 // The ring: stage by stage the channels of each input; the norm's weights as lanes want them; three barriers a stage;
 // two tokens' ratios (SHARE 0).
 struct Ring {
-  uint32_t base, weights, places, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
+  uint32_t base, weights, barriers, input_bytes; // of one input: padded to whole blocks, zeros beyond K
   int channels, first, inputs;          // that a stage holds of each input; the first of them; how many there are
   __device__ __forceinline__ Ring(const Params& p, const char* shared) {
     first = kGather ? 0 : first_block() * kBlock;
@@ -77,16 +72,13 @@ struct Ring {
     base = shared_address(shared);
     input_bytes = uint32_t(kGather ? p.NB : blocks_of_cta()) * kBlock * E::kBytes;
     weights = base + STAGES * kInputs * input_bytes;
-    places = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
-    barriers = places + (kPlaces ? blockDim.x * kValues * 2 : 0);
+    barriers = weights + (FUSE == 1 ? (p.NB + kBlocks - 1) / kBlocks * kBlocks * kBlock * E::kBytes : 0);
   }
   __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; } // its rows have come
   __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
   __device__ __forceinline__ uint32_t summed(int stage) const { return barriers + 8 * (2 * STAGES + stage); } // FUSE == 1
   __device__ __forceinline__ uint32_t end() const { return barriers + (24 * STAGES + 15) / 16 * 16; }
-  // Of this thread's channels 8 * q on.
-  __device__ __forceinline__ uint32_t places_at(int q) const { return places + (q * blockDim.x + threadIdx.x) * 16; }
   __device__ __forceinline__ void copy(const Params& p, int token, int stage, unsigned long long policy) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
     mbarrier_expect(full(stage), inputs * bytes);
@@ -103,7 +95,7 @@ struct Place {
   int lane, block; // the lane among its four, and the block that they take (or another one of the warp, for nothing)
   bool exists, is_int4, start_order;
   float clip;
-  uint32_t at[kGather && !kPlaces ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
+  uint32_t at[kGather ? kValues / 2 : 1]; // of its channels, in bytes from the start of an input; two a word
   __device__ __forceinline__ Place(const Arguments& p, const uint16_t* table) {
     lane = threadIdx.x % kLanes;
     const uint32_t found = table[threadIdx.x / kLanes];
@@ -142,26 +134,12 @@ struct Place {
       constexpr int kBytes = E::kBytes;
       const uint32_t low = uint32_t(index.x * kBytes) | uint32_t(index.y * kBytes) << 16;
       const uint32_t high = uint32_t(index.z * kBytes) | uint32_t(index.w * kBytes) << 16;
-      if constexpr (kPlaces)
-        store_shared_8(ring.places_at(i / 8) + i % 8 * 2, low, high);
-      else
-        at[i / 2] = low, at[i / 2 + 1] = high;
+      at[i / 2] = low, at[i / 2 + 1] = high;
       if (FUSE == 1) store_shared_8(weights_at(ring, i / 8) + i % 8 * 2, w[0] | w[1] << 16, w[2] | w[3] << 16);
     }
   }
   __device__ __forceinline__ void read(const Ring& ring, float (&v)[kValues], uint32_t input) const {
-    if constexpr (kPlaces) {
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const uint4 eight = load_shared_16(ring.places_at(q));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t two = part(eight, i);
-          v[8 * q + 2 * i] = E::to_float(load_shared_2(low_plus(two, input)));
-          v[8 * q + 2 * i + 1] = E::to_float(load_shared_2(input + (two >> 16)));
-        }
-      }
-    } else if constexpr (kGather) {
+    if constexpr (kGather) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
         const uint32_t two = at[kGather ? i / 2 : 0];
@@ -193,18 +171,14 @@ template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& pla
   return __fmul_rn(largest, kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f));
 }
 
-// Codes of such values, in pairs: those of one part.
+// Codes of such values, in pairs.
 template <bool kInt4>
-__device__ __forceinline__ void codes_of(const Place& place, const float (&all)[kValues], int part, float divisor,
-                                         uint32_t (&pairs)[kPartValues / 2]) {
-  float v[kPartValues], factor[4]; // of quarters of the part
+__device__ __forceinline__ void codes_of(const Place& place, const float (&v)[kValues], float divisor, uint32_t (&pairs)[kValues / 2]) {
+  float factor[4]; // of pieces
 #pragma unroll
-  for (int i = 0; i < kPartValues; ++i) v[i] = all[part * kPartValues + i];
-#pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    const int q = (4 * part + quarter) / kParts; // the piece
+  for (int q = 0; q < 4; ++q) {
     const bool negative = ((q & 2) && (place.lane & 1)) != ((q & 1) && (place.lane & 2));
-    factor[quarter] = HADAMARD && kInt4 ? (negative ? -kHadamardNorm : kHadamardNorm) : 1.f;
+    factor[q] = HADAMARD && kInt4 ? (negative ? -kHadamardNorm : kHadamardNorm) : 1.f;
   }
   bool certain = false;
   if (kInt4 && __all_sync(kWarp, place.clip >= kQuickClip || !place.exists)) {
@@ -238,8 +212,8 @@ template <bool kInt4>
 __device__ __forceinline__ void quantize_blocks(const Params& p, const Place& place, float (&v)[kValues], int token) {
   const bool mine = place.exists;
   const float ratio = ratio_of<kInt4>(place, v), scale = ratio > 0.f ? ratio : 1.f;
-  uint32_t pairs[kPartValues / 2];
-  codes_of<kInt4>(place, v, 0, scale, pairs);
+  uint32_t pairs[kValues / 2];
+  codes_of<kInt4>(place, v, scale, pairs);
   const Destination at(p, place, token);
   uint32_t total = 0;
 #pragma unroll
@@ -286,20 +260,17 @@ __device__ __forceinline__ void quantize_blocks(const Arguments& p, const Place&
     }
   }
   const uint32_t bias = (256 - kBias4 * by) * kTwice; // of (code + bias of pairs) * by; the low bytes are two's complement
+  uint32_t pairs[kValues / 2];
+  codes_of<kInt4>(place, v, divisor, pairs);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    uint32_t pairs[kPartValues / 2];
-    codes_of<kInt4>(place, v, part, divisor, pairs);
+  for (int q = 0; q < 4; ++q) {
+    uint32_t words[2];
 #pragma unroll
-    for (int q = 0; q < 4 / kParts; ++q) {
-      uint32_t words[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
-        words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
-      }
-      if (place.exists) at.store(4 / kParts * part + q, words);
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t low = pairs[4 * q + 2 * half], high = pairs[4 * q + 2 * half + 1];
+      words[half] = kInt4 ? __byte_perm(low * by + bias, high * by + bias, 0x6420) : bytes_of<kInt4>(low, high);
     }
+    if (place.exists) at.store(q, words);
   }
   if (threadIdx.x == 0) {
     p.scale[token] = scales.scale;
@@ -455,8 +426,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
       ring.copy(p, refill, last, l2_evict_first());
     }
 #if SHARE == 0
-    const bool second = STAGES == 2 ? stage == 0 : ratios == first_ratios; // the last token's may still be read
-    ratios = second ? first_ratios + pitch : first_ratios;
+    ratios = ratios == first_ratios ? first_ratios + pitch : first_ratios; // the last token's may still be read
     if (is_int4)
       quantize_blocks<true>(p, place, v, token, ratios, 32 * active);
     else

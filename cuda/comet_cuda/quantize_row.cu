@@ -1,22 +1,19 @@
-// quantize_act with one scale a token, for up to about a thousand tokens on sm_90: a cta, or a cluster of ctas where rows
-// are wide and tokens few, takes a token, eight lanes a block.
+// quantize_act with one scale a token, for few tokens (with the norm for up to about a thousand) on sm_90: a cta takes a
+// token, eight lanes a block.
 //
 // quantize_token.cu has the same meaning. What is different here is the way from launch to last store: all that does not
 // depend on the previous kernel (where channels lie, the norm's weights, clips) is read before it ends; rows come in 16
 // bytes; sixteen values a lane need three exchanges where four need five, so that a token of 4,096 channels takes nine
 // warps, two a scheduler; and every thread finds the token's scale alone (token_scale.cuh), without exchanges.
-// A warp's four blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp. The warps of a
-// cluster are counted through, and each sends its blocks' ratios to all its ctas, where an mbarrier counts the bytes.
+// A warp's four blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp.
 //
 // Slots and channels are those of quantize.cuh: `hadamard_in_registers` takes the start order, stores are in natural
 // order, in which blocks that are not rotated are read.
 //
 // Definitions: ELEMENT (BFloat16, Float16), HADAMARD, FUSE, as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1,
 // OUT 1; MOST_BLOCKS and MOST_EIGHTS, see token_scale.cuh; GATHER (1; 0: channels come in storage order, and
-// FUSE is not 1); CLUSTER (ctas a token; 1 with GATHER); THREADS at most, MIN_CTAS.
-// K is a multiple of 8, rows are aligned to 16 bytes, a token's ctas have at least NB / 4 + 1 warps.
-#include "comet/cluster.cuh"
-#include "comet/pipeline.cuh"
+// FUSE is not 1); THREADS at most, MIN_CTAS.
+// K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least NB / 4 + 1 warps.
 #include "comet/token_scale.cuh"
 
 using namespace comet;
@@ -24,7 +21,6 @@ using namespace comet;
 constexpr int kPieces = 2; // of eight channels, that a thread stages
 using Cell = typename WordOf<FUSE == 1 ? 4 : 2>::Type; // a staged channel; above its bits those of the norm's weight
 static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
-static_assert(CLUSTER == 1 || (!GATHER && CLUSTER <= kLanesPerBlock), "ctas load their own channels alone");
 
 __device__ __forceinline__ uint4 load_eight(const void* row, int c, int K) {
   return c < K ? load_once(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + size_t(c) * E::kBytes)) : uint4{};
@@ -48,11 +44,11 @@ struct Place {
   int lane, block; // the lane among its eight; their block, or, where there is none, another one
   bool exists, is_int4, start_order;
   float clip, per_absmax;
-  __device__ __forceinline__ Place(const TokenParams& p, uint32_t thread) { // thread: of the token's
+  __device__ __forceinline__ explicit Place(const TokenParams& p) {
     lane = threadIdx.x % kLanesPerBlock;
-    const int warp = thread / 32, eights = p.int8_blocks, warps_of_eights = (eights + kBlocksPerWarp - 1) / kBlocksPerWarp;
+    const int warp = threadIdx.x / 32, eights = p.int8_blocks, warps_of_eights = (eights + kBlocksPerWarp - 1) / kBlocksPerWarp;
     is_int4 = __any_sync(kWarp, warp >= warps_of_eights); // known to be the warp's
-    const int own = (is_int4 ? eights - kBlocksPerWarp * warps_of_eights : 0) + int(thread) / kLanesPerBlock;
+    const int own = (is_int4 ? eights - kBlocksPerWarp * warps_of_eights : 0) + int(threadIdx.x) / kLanesPerBlock;
     exists = own < (is_int4 ? p.NB : eights);
     block = min(own, p.NB - 1);
     start_order = HADAMARD && is_int4;
@@ -133,24 +129,13 @@ struct Rows {
   }
 };
 
-extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) quantize_row(const TokenParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(const TokenParams p) {
   extern __shared__ __align__(16) char shared[];
   let_next_kernel_start(); // it waits for this one's end before it reads or writes
   const int pitch = max(p.NB + 3, 32) / 4 * 4; // of a token's ratios
   float* const ratios = reinterpret_cast<float*>(shared);
-#if CLUSTER > 1
-  const uint32_t received = shared_address(ratios + pitch); // an mbarrier: the ratios of all blocks have come
-  if (threadIdx.x == 0) {
-    mbarrier_init(received, 1);
-    mbarrier_init_fence();
-    mbarrier_expect(received, 4 * p.NB);
-  }
-  __syncwarp();
-  cluster_arrive_relaxed(); // others may send
-#endif
   const int token = blockIdx.x, lane = threadIdx.x % 32;
-  const uint32_t thread = (CLUSTER > 1 ? blockIdx.y * blockDim.x : 0) + threadIdx.x; // of the token's
-  const Place place(p, thread);
+  const Place place(p);
   Rows rows;
 #if GATHER
   Cell* const row = reinterpret_cast<Cell*>(ratios + pitch);
@@ -165,9 +150,6 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
   for (int i = 0; i < kPieces; ++i)
     weights[i] = FUSE == 1 ? constant_eight(p.norm_weight, 8 * (threadIdx.x + i * blockDim.x), p.K) : uint4{};
   const float per_channel = __fdividef(1.f, float(p.K));
-#endif
-#if CLUSTER > 1
-  cluster_wait();
 #endif
   wait_for_previous_kernel();
   rows.load(p, place, token);
@@ -261,19 +243,14 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(THREADS, MIN_CTAS) 
   float largest = block_max(__int_as_float(most), 1);
   if (place.start_order) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
   const float ratio = __fmul_rn(largest, place.per_absmax);
-#if CLUSTER > 1
-  if (place.exists && place.lane < CLUSTER) send_to_cta(ratios + place.block, place.lane, ratio, received);
-  mbarrier_wait(received, 0); // then nothing comes any more: this cta may end before others
-#else
   if (place.exists && place.lane == 0) ratios[place.block] = ratio;
   __syncthreads(); // with a gather the staged row, too, has been read
-#endif
   const TokenScale scales(ratios, p.NB, p.int8_blocks, lane);
   if (place.is_int4)
     store<true>(p, place, scales, ratio, token, lane, v);
   else
     store<false>(p, place, scales, ratio, token, lane, v);
-  if (thread == 0) p.scale[token] = scales.scale;
-  const int padding = token + 1 + int(thread); // tokens that fill the last atom: any finite scale
+  if (threadIdx.x == 0) p.scale[token] = scales.scale;
+  const int padding = token + 1 + int(threadIdx.x); // tokens that fill the last atom: any finite scale
   if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
 }

@@ -2,9 +2,9 @@
 // take one token after the other, several of them on a multiprocessor, so that one loads, one gathers and one stores.
 //
 // Four lanes take a block of 128 channels, 32 values each, eight blocks a warp; the warp does the same blocks of one token
-// after the other. One warp of each cta has no blocks: it copies rows ahead into a ring of stages in shared memory, and
-// finds a token's scale once the cta's (the cluster's) warps have left what their blocks would choose alone: the largest
-// ratio of a warp of INT4 blocks, and each ratio of INT8 blocks. The others wait for the scale, not for each other.
+// after the other. One warp of each cta has no blocks: it copies the next row to shared memory as soon as all have read the
+// last, and finds a token's scale once the cta's (the cluster's) warps have left what their blocks would choose alone: the
+// largest ratio of a warp of INT4 blocks, and each ratio of INT8 blocks. The others wait for the scale, not for each other.
 // A warp's blocks have one precision: INT8 blocks come first, INT4 blocks begin with a new warp.
 //
 // With CLUSTER ctas a token each has ceil(NB / CLUSTER) consecutive blocks, and, to gather from, the whole row. Ratios are
@@ -12,19 +12,13 @@
 // before the scale of the one before is known to its cta.
 //
 // Definitions: ELEMENT, HADAMARD, FUSE (0, 2), as for quantize_act.cu, with TOKENS 1, VECTOR 1, STAGE 1 and OUT 1;
-// GATHER (0: channels come in storage order, and a cta copies those of its own blocks); CLUSTER; STAGES of the ring;
-// FAR (1: rows to gather from have more than 32,768 channels); REGISTERS a thread. K is a multiple of 8, rows are aligned to 16 bytes, a cta has at least
-// ceil(NB / CLUSTER) / 8 + 2 warps.
+// GATHER (0: channels come in storage order, and a cta copies those of its own blocks); CLUSTER; FAR (1: rows to gather
+// from have more than 32,768 channels); REGISTERS a thread. K is a multiple of 8, rows are aligned to 16 bytes, a cta has at
+// least ceil(NB / CLUSTER) / 8 + 2 warps, and each cta of a cluster has blocks.
 //
 // Which channel a slot holds (slot bits s4..s0, lane bits l1 l0 of the four):
 //   start order:  channel bits 6..0 = l1 l0 (s4 ^ l0) (s3 ^ l1) s2 s1 s0, as in four_lanes.cuh;
 //   end order:    channel bits 6..0 = s4 l1 l0 s3 s2 s1 s0, so that a lane stores sixteen bytes at once.
-#ifndef V4
-#define V4 1
-#endif
-#ifndef EARLY
-#define EARLY 1
-#endif
 #include "comet/cluster.cuh"
 #include "comet/four_lanes.cuh"
 #include "comet/pipeline.cuh"
@@ -32,7 +26,7 @@
 
 using namespace comet;
 
-constexpr int kInputs = FUSE == 2 ? 2 : 1; // rows a stage: x, or gate and up
+constexpr int kInputs = FUSE == 2 ? 2 : 1; // rows a token: x, or gate and up
 constexpr int kPiece = 16;                 // values of a lane whose codes lie side by side in memory
 static_assert(FUSE != 1, "the norm is quantize_many.cu's");
 
@@ -104,19 +98,19 @@ struct Range {
   }
 };
 
-// Shared memory: stage by stage the channels of each input, padded to whole blocks; where each thread's channels lie; two
+// Shared memory: the channels of each input, padded to whole blocks; where each thread's channels lie; two
 // tokens' ratios (of warps of INT4 blocks, 32 a cta; of INT8 blocks); what the scale's warp tells the others; what a block's
 // largest magnitude is multiplied with; barriers.
 struct Memory {
   uint32_t base, places, barriers, input_bytes;
-  int channels; // that a stage holds of each input
+  int channels; // that are held of each input
   float *tops, *published, *per_absmax;
   int pitch;    // floats from one token's ratios to the other's
   __device__ __forceinline__ Memory(const TokenParams& p, char* shared, const Range& range) {
     channels = GATHER ? p.K : min(range.end * kBlock, p.K) - range.first * kBlock;
     base = shared_address(shared);
     input_bytes = uint32_t(GATHER ? p.NB : (p.NB + CLUSTER - 1) / CLUSTER) * kBlock * E::kBytes;
-    const uint32_t staged = STAGES * kInputs * input_bytes;
+    const uint32_t staged = kInputs * input_bytes;
     places = base + staged;
     const uint32_t used = staged + (GATHER ? (blockDim.x - 32) * kValues * 2 : 0);
     pitch = 32 * CLUSTER + (p.NB + 3) / 4 * 4;
@@ -125,21 +119,22 @@ struct Memory {
     per_absmax = published + 36;
     barriers = base + used + 8 * pitch + 4 * 36 + blockDim.x; // four bytes for each four threads
   }
-  __device__ __forceinline__ uint32_t input(int stage, int i) const { return base + (stage * kInputs + i) * input_bytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }             // its rows have come
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (STAGES + stage); } // read by all warps
-  __device__ __forceinline__ uint32_t left(int set) const { return barriers + 8 * (2 * STAGES + set); }  // all ratios are here
-  __device__ __forceinline__ uint32_t known() const { return barriers + 8 * (2 * STAGES + 2); }          // the scale is
+  __device__ __forceinline__ uint32_t input(int i) const { return base + i * input_bytes; }
+  __device__ __forceinline__ uint32_t full() const { return barriers; }                       // the rows have come
+  __device__ __forceinline__ uint32_t empty() const { return barriers + 8; }                  // they are read by all warps
+  __device__ __forceinline__ uint32_t known() const { return barriers + 16; }                 // the scale is
+  __device__ __forceinline__ uint32_t left(int set) const { return barriers + 24 + 8 * set; } // all ratios are here
   __device__ __forceinline__ float* ratios(int set) const { return tops + set * pitch + 32 * CLUSTER; }  // of INT8 blocks
   // Of a thread's piece q; so mixed that neither those who read one q of consecutive threads meet in a bank, nor those who
   // store all q of two.
   __device__ __forceinline__ uint32_t places_at(int q, int thread) const { return places + (q * (blockDim.x - 32) + (thread ^ 2 * q)) * 16; }
-  __device__ __forceinline__ void copy(const TokenParams& p, int first, int token, int stage, unsigned long long policy) const {
+  __device__ __forceinline__ void copy(const TokenParams& p, int first, int token) const {
     const uint32_t bytes = uint32_t(channels) * E::kBytes;
-    mbarrier_expect(full(stage), kInputs * bytes);
+    const unsigned long long policy = l2_evict_first();
+    mbarrier_expect(full(), kInputs * bytes);
     const char* row = static_cast<const char*>(p.x) + (size_t(token) * (kInputs * p.K) + (GATHER ? 0 : first * kBlock)) * E::kBytes;
-    bulk_copy(input(stage, 0), row, bytes, full(stage), policy);
-    if (FUSE == 2) bulk_copy(input(stage, 1), row + size_t(p.K) * E::kBytes, bytes, full(stage), policy);
+    bulk_copy(input(0), row, bytes, full(), policy);
+    if (FUSE == 2) bulk_copy(input(1), row + size_t(p.K) * E::kBytes, bytes, full(), policy);
   }
 };
 
@@ -213,23 +208,18 @@ __device__ __forceinline__ void find_places(const TokenParams& p, const Memory& 
     const int thread = (is_int8 ? block : block - range.eights + range.eight_warps * kBlocks) * kLanes + lane;
     const int4 &a = index[2 * i], &b = index[2 * i + 1];
     const uint32_t at = memory.places_at(q, thread);
-#if V4
     const uint32_t eight[4] = {uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16,
                                uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16};
     store_shared_16(at, eight);
-#else
-    store_shared_8(at, uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16);
-    store_shared_8(at + 8, uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16);
-#endif
   }
 }
 
 // The values of the warp's blocks as the producer leaves them.
-__device__ __forceinline__ void read_values(const Place& place, const Memory& memory, int stage, float (&v)[kValues]) {
-  place.read(memory, v, __shfl_sync(kWarp, memory.input(stage, 0), 0)); // known to be one value
+__device__ __forceinline__ void read_values(const Place& place, const Memory& memory, float (&v)[kValues]) {
+  place.read(memory, v, __shfl_sync(kWarp, memory.input(0), 0)); // known to be one value
   if constexpr (FUSE == 2) {
     float up[kValues];
-    place.read(memory, up, __shfl_sync(kWarp, memory.input(stage, 1), 0));
+    place.read(memory, up, __shfl_sync(kWarp, memory.input(1), 0));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = sigmoid_times(v[i]);
     round_all(v);
@@ -351,14 +341,12 @@ __device__ __forceinline__ uint32_t ratio_bytes(const TokenParams& p) {
   return bytes;
 }
 
-// The warp without blocks, before all others are ready: barriers, and the first rows on their way.
+// The warp without blocks, before all others are ready: barriers, and the first row on its way.
 __device__ __forceinline__ void begin(const TokenParams& p, const Memory& memory, const Range& own) {
   const bool first_lane = threadIdx.x % 32 == 0;
   if (first_lane) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(memory.full(stage), 1);
-      mbarrier_init(memory.empty(stage), own.warps);
-    }
+    mbarrier_init(memory.full(), 1);
+    mbarrier_init(memory.empty(), own.warps);
     mbarrier_init(memory.known(), 1);
     for (int set = 0; set < 2; ++set) mbarrier_init(memory.left(set), CLUSTER > 1 ? 1 : own.warps);
     mbarrier_init_fence();
@@ -371,13 +359,11 @@ __device__ __forceinline__ void begin(const TokenParams& p, const Memory& memory
   cluster_arrive_relaxed(); // others may send
 #endif
   wait_for_previous_kernel();
-  if (first_lane)
-    for (int stage = 0, token = blockIdx.x; stage < STAGES && token < p.M; ++stage, token += gridDim.x)
-      memory.copy(p, own.first, token, stage, l2_evict_first());
+  if (first_lane && blockIdx.x < p.M) memory.copy(p, own.first, blockIdx.x);
   __syncwarp();
 }
 
-// Then: rows ahead, and the scale of each token.
+// Then: the next row, and the scale of each token.
 __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory, const Range& own, int rank) {
   const int lane = threadIdx.x % 32, step = gridDim.x;
   uint32_t valid = 0; // of which ctas' warps this lane's number has INT4 blocks
@@ -386,11 +372,11 @@ __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory
     const Range range(p, r);
     valid |= uint32_t(lane >= range.eight_warps && lane < range.warps) << r;
   }
-  int stage = 0, parity = 0, set = 0, phase = 0;
+  int set = 0, phase = 0; // set: also of barriers that all tokens use
   for (int token = blockIdx.x; token < p.M; token += step) {
-    if (lane == 0 && token + STAGES * step < p.M) {
-      mbarrier_wait(memory.empty(stage), parity);
-      memory.copy(p, own.first, token + STAGES * step, stage, l2_evict_first());
+    if (lane == 0 && token + step < p.M) {
+      mbarrier_wait(memory.empty(), set);
+      memory.copy(p, own.first, token + step);
     }
     __syncwarp();
     mbarrier_wait(memory.left(set), phase);
@@ -412,25 +398,23 @@ __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory
       const int padding = token + 1 + lane; // tokens that fill the last atom: any finite scale
       if (token == p.M - 1 && padding < (p.M + 7) / 8 * 8) p.scale[padding] = 1.f;
     }
-    if (++stage == STAGES) stage = 0, parity ^= 1;
     if (set) phase ^= 1;
     set ^= 1;
   }
 }
 
 template <bool kInt4> __device__ __forceinline__ void quantize(const TokenParams& p, const Place& place, const Memory& memory, int rank) {
-  int stage = 0, parity = 0, set = 0;
+  int set = 0;
   for (int token = blockIdx.x; token < p.M; token += gridDim.x) {
-    mbarrier_wait(memory.full(stage), parity);
+    mbarrier_wait(memory.full(), set);
     float v[kValues];
-    read_values(place, memory, stage, v);
+    read_values(place, memory, v);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.empty(stage));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.empty());
     const float ratio = ratio_of<kInt4>(place, memory, v);
     leave<kInt4>(place, memory, set, rank, ratio);
     mbarrier_wait(memory.known(), set);
     store<kInt4>(p, place, memory, v, ratio, token);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
     set ^= 1;
   }
 }
@@ -449,11 +433,9 @@ extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(
     cluster_arrive_relaxed();
 #endif
     const int padding = GATHER || range.end == p.NB ? p.NB * kBlock - p.K : 0; // zeros of the last block
-    for (int i = threadIdx.x; i < STAGES * kInputs * padding; i += blockDim.x - 32)
-      store_shared_2(memory.input(0, i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
-#if EARLY
+    for (int i = threadIdx.x; i < kInputs * padding; i += blockDim.x - 32)
+      store_shared_2(memory.input(i / padding) + uint32_t(memory.channels + i % padding) * E::kBytes, 0);
     if (works) Place(p, range).leave_clip(p, memory);
-#endif
     if (GATHER) find_places(p, memory, range);
   }
   __syncthreads();
@@ -463,9 +445,6 @@ extern "C" __global__ void CLUSTER_OF_CTAS __maxnreg__(REGISTERS) quantize_stay(
   if (serves) serve(p, memory, range, rank);
   if (serves || !works) return;
   const Place place(p, range);
-#if !EARLY
-  place.leave_clip(p, memory);
-#endif
   wait_for_previous_kernel();
   if (place.is_int4)
     quantize<true>(p, place, memory, rank);

@@ -3,8 +3,9 @@
 In: x [M, K], or what a fused norm or SiLU makes x from. Out: codes in which INT4 blocks hold code * multiple, the
 multiples of INT8 blocks, and one float32 scale a token, so that the GEMM's sums stay integers over all of K.
 
-On sm_90 few tokens go to quantize_row.cu and many to quantize_many.cu, where ctas stay; their plans are beside them.
-The rest, and all on other GPUs, goes to quantize_token.cu (its plan is in quantize_token_plan.py).
+On sm_90 few tokens go to quantize_row.cu, many tokens and wide rows to quantize_stay.cu, and many tokens with a norm to
+quantize_many.cu, where ctas stay; their plans are beside them. The rest, and all on other GPUs, goes to
+quantize_token.cu (its plan is in quantize_token_plan.py).
 """
 
 import functools
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_many, quantize_row
+from comet_cuda import quantize_many, quantize_row, quantize_stay
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
 from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
@@ -78,13 +79,16 @@ def _bind(
         row = quantize_row.plan_row(rows, channels, fuse, gathered, int8_blocks, sms, limit)
         if row is not None:
             defines = row.defines(dtype, hadamard, fuse, gathered)
-            bound = bind(quantize_row.SOURCE, defines, (rows, row.cluster), row.warps, row.shared_bytes)
+            bound = bind(quantize_row.SOURCE, defines, (rows, 1), row.warps, row.shared_bytes)
             return bound, gathered or fuse == "rms_norm"
-        many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit, hadamard)
+        stay = quantize_stay.plan_stay(rows, channels, fuse, gathered, sms, limit)
+        if stay is not None:
+            defines, ctas = stay.defines(dtype, hadamard, fuse, gathered), (stay.tokens, stay.cluster)
+            return bind(quantize_stay.SOURCE, defines, ctas, stay.warps, stay.shared_bytes), gathered
+        many = quantize_many.plan_many(rows, channels, dtype, fuse, "sm_90", TOKEN, gathered, sms, limit)
         if many is not None:
-            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, gathered, int8_blocks, many.wide)
-            bound = bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes)
-            return bound, gathered or fuse == "rms_norm"
+            defines = quantize_many.many_defines(dtype, hadamard, fuse, TOKEN, int8_blocks)
+            return bind(quantize_many.SOURCE, defines, (many.tokens, 1), many.warps, many.shared_bytes), True
     vector = channels % 4 == 0 and aligned % 8 == 0
     plan = plan_token(rows, channels, fuse, gathered, vector, sms, MOST_CLUSTER if hopper else 1)
     if plan.shared_bytes > limit - 1024:

@@ -106,11 +106,15 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
                         lambda m=m, k=k, form=form, gathered=gathered: step(m, k, form, gathered),  # type: ignore[misc]
                     )
 
-    yield from all_of("", ((1, 584), (17, 577), (64, 584), (200, 584), (520, 584)))
-    for form in ("none", "silu_mul"):  # rows that a cta takes one after the other
-        yield f"quantize, 140 x 8840, {form}", lambda form=form: step(140, 8840, form, False)  # type: ignore[misc]
-    clusters = ((16, 8840, EIGHTS), (16, 8840, 40), (24, 8840, EIGHTS), (40, 8840, EIGHTS))  # of 8, 8, 4 and 2 ctas
-    for m, k, eights in (*clusters, (136, 16392, 40)):  # 40: more INT8 blocks than lanes
+    yield from all_of("", ((1, 584), (17, 577), (64, 584), (200, 584)))
+    stay = ((1400, 584), (24, 8840), (136, 16392))  # 1, 4 and 2 ctas a token, which take more than one, or not
+    for (m, k), form, gathered in itertools.product(stay, ("none", "silu_mul"), (True, False)):
+        yield (
+            f"quantize, {m} x {k}, {form}{', gather' * gathered}",
+            lambda m=m, k=k, form=form, gathered=gathered: step(m, k, form, gathered),  # type: ignore[misc]
+        )
+    clusters = ((16, 8844, EIGHTS), (16, 8844, 40), (24, 8844, EIGHTS), (40, 8844, EIGHTS))  # of 8, 8, 4 and 2 ctas
+    for m, k, eights in (*clusters, (24, 8840, 40), (136, 16392, 40)):  # 40: more INT8 blocks than lanes
         yield (
             f"quantize, {m} x {k}, none, {eights} INT8 blocks",
             lambda m=m, k=k, eights=eights: step(m, k, "none", False, eights),  # type: ignore[misc]

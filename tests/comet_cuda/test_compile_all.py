@@ -130,6 +130,15 @@ def test_no_activation_is_read_before_the_previous_kernel_has_ended(module: str,
             assert reads and min(reads) > code.index("ACQBULK"), one
 
 
+def test_no_row_is_copied_before_the_previous_kernel_has_ended(tmp_path: Path) -> None:
+    from comet_cuda.quantize_stay import configurations
+
+    found = configurations("sm_90")
+    for one in found[:: len(found) // 5]:
+        code = disassembled(one, "sm_90a", tmp_path)
+        assert code.index("ACQBULK") < code.index("UBLKCP"), one
+
+
 def test_warps_only_read_what_others_left_behind_the_last_barrier(tmp_path: Path) -> None:
     """Every warp used to write the same maxima over ratios that others were reading: right, but a race."""
     from comet_cuda.quantize_token_plan import configurations

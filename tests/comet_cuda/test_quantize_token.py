@@ -169,7 +169,7 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     """What the kernel leaves; the sum of x and residual goes into `residual`.
 
     how: residual, weight and eps of the norm; row: quantize_row.cu, which must be able to take it; cluster: ctas that a
-    token must have.
+    token must have; stay: quantize_stay.cu with so many ctas a token, and `tokens` at once.
     """
     perm, eights, clip, hadamard = arguments
     rows, channels = x.shape[0], x.shape[1] // (2 if fuse == "silu_mul" else 1)
@@ -177,18 +177,18 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     plan = plan_token(rows, channels, fuse, gathered, channels % 4 == 0, sms, how.get("cluster", 1))
     defines, threads, ctas, entry = plan.defines(x.dtype, hadamard, fuse), 32 * plan.warps, rows, "quantize_token"
     shared_bytes, cluster = plan.shared_bytes, plan.cluster
-    many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, LIMIT, hadamard)
+    many = quantize_many.plan_many(rows, channels, x.dtype, fuse, "sm_90", 0, gathered, 1, LIMIT)
     few = quantize_row.plan_row(rows, channels, fuse, gathered, eights, sms, LIMIT)
     assert few is not None or not how.get("row")
     if many is not None:
-        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, gathered, eights, many.wide)
+        defines = quantize_many.many_defines(x.dtype, hadamard, fuse, 0, eights)
         threads, ctas, entry, shared_bytes = 32 * many.warps, 2, "quantize_many", many.shared_bytes
     elif few is not None and how.get("row"):
         defines = few.defines(x.dtype, hadamard, fuse, gathered)
-        threads, ctas, entry, shared_bytes, cluster = 32 * few.warps, rows, "quantize_row", few.used, few.cluster
+        threads, ctas, entry, shared_bytes, cluster = 32 * few.warps, rows, "quantize_row", few.used, 1
     assert cluster == how.get("cluster", cluster)
     if stay := how.get("stay"):
-        fitting = quantize_stay.fit(rows, channels, fuse, gathered, *stay, 1, LIMIT)
+        fitting = quantize_stay.fit(rows, channels, fuse, gathered, stay, 1, LIMIT)
         assert fitting is not None
         defines, entry, shared_bytes = fitting.defines(x.dtype, hadamard, fuse, gathered), "quantize_stay", fitting.used
         threads, ctas, cluster = 32 * fitting.warps, how["tokens"], fitting.cluster
@@ -216,8 +216,7 @@ LIMIT = 227 * 1024  # bytes of shared memory that a cta may have
 
 @pytest.fixture
 def any_number_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS_TOKEN", dict.fromkeys(quantize_many.FUSES, 0))
-    monkeypatch.setattr(quantize_many, "FEWEST_OF_WIDE", 0)
+    monkeypatch.setattr(quantize_many, "FEWEST_TOKENS_TOKEN", 0)
 
 
 SHAPES = [  # rows, channels, multiprocessors
@@ -237,7 +236,7 @@ def test_the_kernel_equals_the_reference(build, rows: int, channels: int, sms: i
             assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
 
 
-ROWS = [(9, 1408, 132), (2, 584, 132), (5, 8712, 5)]
+ROWS = [(9, 1408, 132), (2, 584, 132)]
 
 
 @emulation
@@ -245,9 +244,7 @@ ROWS = [(9, 1408, 132), (2, 584, 132), (5, 8712, 5)]
 def test_the_kernel_for_few_tokens_equals_the_reference(build, rows: int, channels: int, sms: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     for i, mix in enumerate(MIXES):
         for gathered in (True, False):
-            if channels > 8000 and (gathered or mix in ("half", "int8")):  # not that kernel's
-                continue
-            how = {"gathered": gathered, "hadamard": i != 2 or channels > 8000}
+            how = {"gathered": gathered, "hadamard": i != 2}
             x, arguments = problem(rows, channels, torch.bfloat16, mix, **how)
             got = emulate(build, x, arguments, sms=sms, row=True)
             assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), (mix, gathered)
@@ -256,31 +253,9 @@ def test_the_kernel_for_few_tokens_equals_the_reference(build, rows: int, channe
 @emulation
 def test_fused_forms_for_few_tokens_equal_the_reference(build) -> None:  # type: ignore[no-untyped-def] # noqa: F811
     fused_equal(build, 9, 1152, gathered=False, sms=132, row=True)
-    x, arguments = problem(5, 8712, torch.float16, "mixed", gathered=False, hadamard=True)
-    gate_up = exact_silu(x.clamp(-900, 900))
-    got = emulate(build, gate_up, arguments, "silu_mul", sms=5, row=True)
-    assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), 5, arguments[1])
-
-
-@emulation
-@pytest.mark.parametrize(("rows", "channels", "sms", "cluster"), [(9, 1408, 50, 4), (9, 1408, 18, 2), (2, 584, 5, 2)])
-def test_clusters_for_few_tokens_equal_the_reference(  # type: ignore[no-untyped-def]
-    build,  # noqa: F811
-    rows: int,
-    channels: int,
-    sms: int,
-    cluster: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quantize_row, "WHOLE_WARPS", 1)
-    how = {"sms": sms, "row": True, "cluster": cluster}
-    for mix in MIXES:
-        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=False, hadamard=mix != "half")
-        got = emulate(build, x, arguments, **how)
-        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
-        gate_up = exact_silu(x.clamp(-900, 900))
-        got = emulate(build, gate_up, arguments, "silu_mul", **how)
-        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
+    norm_equal(
+        build, 5, 8712, problem(5, 8712, torch.float16, "mixed", gathered=True, hadamard=True)[1], sms=5, row=True
+    )
 
 
 @emulation
@@ -292,112 +267,92 @@ def test_clusters_of_the_general_kernel_equal_the_reference(build, rows: int, ch
         assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
 
 
-def test_a_cluster_has_multiprocessors_for_all_its_ctas() -> None:
-    widths = (8832, 11008, 14336, 15744, 28672)
-    for channels, eights, fuse in itertools.product(widths, (0, 9, 32), ("none", "silu_mul")):
-        for rows, cluster in {17: 4, 24: 4, 25: 2, 32: 2, 64: 2, 66: 2, 67: 1, 132: 1}.items():
-            plan = quantize_row.plan_row(rows, channels, fuse, False, eights, 132, LIMIT)
-            if cluster == 1 and channels == 28672:
-                assert plan is None
-                continue
-            assert plan is not None and plan.cluster == cluster and plan.ctas == 1
-            assert plan.cluster * plan.warps > num_blocks(channels) / 4 and plan.warps <= plan.size
-            defines = plan.defines(torch.bfloat16, True, fuse, False)
-            assert defines in ROW_FORMS and defines["MOST_BLOCKS"] >= num_blocks(channels)
-    for shape in ((64, 14336, "none", True, 9), (64, 14336, "rms_norm", False, 9), (64, 8192, "silu_mul", False, 9)):
-        assert quantize_row.plan_row(*shape, 132, LIMIT).cluster == 1
-    assert quantize_row.plan_row(16, 14336, "silu_mul", False, 9, 132, LIMIT) is None  # the general kernel's
-    assert quantize_row.plan_row(32, 28672, "silu_mul", False, 33, 132, LIMIT) is None  # too many INT8 blocks: also its
-
-
 def test_a_multiprocessor_has_as_many_ctas_as_the_tokens_need() -> None:
     for rows, channels, fuse in itertools.product(
-        (1, 16, 17, 132, 133, 256, 264, 265, 400, 511, 512), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
+        (1, 16, 17, 132, 133, 256, 264, 265, 400, 1024, 1025), (8, 576, 4096, 8192, 14336), quantize_many.FUSES
     ):
         gathered = fuse == "none" and channels % 3 != 0
         eights = round(0.16 * num_blocks(channels))
         plan = quantize_row.plan_row(rows, channels, fuse, gathered, eights, 132, LIMIT)
-        wide, whole = channels == 14336, gathered or fuse == "rms_norm"
-        if (wide and (rows > 132 or (not whole and rows <= 16))) or (rows == 512 and fuse != "rms_norm"):
+        wide, norm = channels == 14336, fuse == "rms_norm"
+        if rows > (132 if wide or not norm else 1024) or (wide and not norm):
             assert plan is None
             continue
-        assert plan is not None and plan.warps * plan.cluster >= num_blocks(channels) / 4 and plan.eights >= eights
+        assert plan is not None and plan.warps >= num_blocks(channels) / 4 and plan.eights >= eights
         assert plan.defines(torch.float16, True, fuse, gathered) in ROW_FORMS
         fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
         assert fit == plan.ctas == min(-(-rows // 132), 1 if wide else 2 if channels == 8192 else 3)
         assert plan.used <= plan.shared_bytes
         assert plan.ctas * 32 * plan.warps <= 2048
     for refused in (
-        (512, 4096, "none", True, 5), (1, 4100, "none", True, 5), (1, 15888, "none", True, 5),
-        (1, 4096, "none", True, 33), (133, 14336, "silu_mul", False, 5), (1, 4096, "silu_mul", True, 5),
+        (133, 4096, "none", True, 5), (1, 4100, "none", True, 5), (1, 15888, "rms_norm", True, 5),
+        (1, 4096, "none", True, 33), (1, 8712, "silu_mul", False, 5), (1, 4096, "silu_mul", True, 5),
         (1025, 4096, "rms_norm", True, 5),
     ):  # fmt: skip
         assert quantize_row.plan_row(*refused, 132, LIMIT) is None
 
 
-def test_wide_rows_that_few_tokens_leave_go_to_the_kernel_of_many() -> None:
-    for rows, channels in itertools.product((133, 256, 511), (8712, 14336, 28672)):
-        for fuse, gathered in (("none", True), ("none", False), ("silu_mul", False)):
-            eights = round(0.16 * num_blocks(channels))
-            assert quantize_row.plan_row(rows, channels, fuse, gathered, eights, 132, LIMIT) is None
-            many = (torch.bfloat16, fuse, "sm_90", 0, gathered, 132, LIMIT)
-            assert quantize_many.plan_many(rows, channels, *many) is not None
-            assert quantize_many.plan_many(132, channels, *many) is None
+STAY_FORMS = [dict(one.defines) for one in quantize_stay.configurations("sm_90")]
+
+
+def test_what_few_tokens_and_the_norm_leave_goes_to_ctas_that_stay() -> None:
+    """All blocks have a warp; what is asked for lets so many ctas on a multiprocessor, and no more."""
+    for rows, channels in itertools.product(
+        (1, 16, 29, 30, 66, 132, 133, 192, 256, 384, 1024, 4096), (584, 4096, 8704, 8712, 14336, 28672, 40968, 49152)
+    ):
+        for fuse, gathered in itertools.product(("none", "silu_mul"), (False, True)):
+            plan = quantize_stay.plan_stay(rows, channels, fuse, gathered, 132, LIMIT)
+            few = quantize_row.plan_row(rows, channels, fuse, gathered, 5, 132, LIMIT)
+            assert few is None or (channels <= 8704 and rows <= 132)
+            if plan is None:
+                assert fuse == "silu_mul" and gathered and channels > 32768
+                continue
+            assert plan.defines(torch.bfloat16, True, fuse, gathered) in STAY_FORMS
+            each = -(-num_blocks(channels) // plan.cluster)
+            assert 8 * (plan.warps - 2) >= each and (plan.cluster - 1) * each < num_blocks(channels)
+            fit = (LIMIT + 1024) // (plan.shared_bytes + 1024)
+            assert fit == plan.ctas and plan.used <= plan.shared_bytes <= LIMIT
+            assert plan.ctas * 64 * 32 * plan.warps <= 65536 and plan.tokens <= rows
+            assert plan.tokens * plan.cluster <= 132 * plan.ctas
+    assert quantize_stay.plan_stay(256, 4096, "rms_norm", True, 132, LIMIT) is None
+    assert quantize_stay.plan_stay(256, 4100, "none", True, 132, LIMIT) is None
+
+
+@pytest.mark.parametrize(
+    ("channels", "ctas"),
+    [
+        (4096, {256: 1, 512: 1, 4096: 1}),
+        (8192, {133: 2, 192: 2, 256: 1, 512: 1, 4096: 1}),
+        (14336, {16: 4, 29: 4, 30: 2, 64: 2, 128: 1, 133: 2, 192: 2, 256: 1, 384: 2, 512: 1, 4096: 1}),
+        (28672, {16: 4, 64: 2, 256: 2, 4096: 2}),
+        (49152, {16: 4, 64: 2, 256: 2, 4096: 2}),
+    ],
+)
+def test_ctas_of_a_token_are_those_that_were_measured_as_the_fastest(channels: int, ctas: dict[int, int]) -> None:
+    for rows, wanted in ctas.items():
+        plan = quantize_stay.plan_stay(rows, channels, "none", True, 132, LIMIT)
+        assert plan is not None and plan.cluster == wanted, rows
 
 
 ROW_FORMS = [dict(one.defines) for one in quantize_row.configurations("sm_90")]
 
 
 @emulation
-@pytest.mark.usefixtures("any_number_is_many")
-@pytest.mark.parametrize(
-    ("rows", "channels"),
-    [(11, 2888), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((5, 9000), (16, 128)))],
-)
-def test_the_kernel_for_many_tokens_equals_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
-    for mix in MIXES:
-        gathered = mix in ("mixed", "int4")
-        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=mix != "int4")
-        got = emulate(build, x, arguments)
-        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
-
-
-@emulation
-@pytest.mark.usefixtures("any_number_is_many")
-@pytest.mark.parametrize(("rows", "channels"), [(7, 2888), pytest.param(5, 15496, marks=pytest.mark.slow)])
-def test_wide_rows_of_many_tokens_equal_the_reference(  # type: ignore[no-untyped-def]
-    build,  # noqa: F811
-    rows: int,
-    channels: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quantize_many, "MOST_WARPS", min(quantize_many.MOST_WARPS, num_blocks(channels) // 8))
-    for mix in MIXES:
-        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=mix in ("mixed", "int8"), hadamard=True)
-        got = emulate(build, x, arguments)
-        assert equal(got, quantize_token_ref(x, *arguments), rows, arguments[1]), mix
-        gate_up = exact_silu(x.clamp(-900, 900))
-        got = emulate(build, gate_up, arguments, "silu_mul")
-        assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1]), mix
-    assert quantize_many.plan_many(rows, channels, x.dtype, "none", "sm_90", 0, True, 1, LIMIT).wide
-
-
-@emulation
 @pytest.mark.parametrize(
     ("rows", "channels", "stay", "tokens"),
     [
-        (7, 1416, (1, 2), 2),
-        (7, 2888, (2, 1), 2),
-        (5, 2888, (4, 2), 1),
-        (2, 584, (2, 2), 3),
-        pytest.param(1, 40968, (2, 1), 1, marks=pytest.mark.slow),
+        (7, 1416, 1, 2),
+        (7, 2888, 2, 2),
+        (5, 2888, 4, 1),
+        (2, 584, 2, 3),
+        pytest.param(1, 40968, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_ctas_that_stay_equal_the_reference(  # type: ignore[no-untyped-def]
     build,  # noqa: F811
     rows: int,
     channels: int,
-    stay: tuple[int, int],
+    stay: int,
     tokens: int,
 ) -> None:
     for i, mix in enumerate(MIXES):
@@ -418,12 +373,16 @@ def fused_equal(build, rows: int, channels: int, gathered: bool = True, **how) -
         gate_up = exact_silu(x.clamp(-900, 900))
         got = emulate(build, gate_up, arguments, "silu_mul", **how)
         assert equal(got, silu_mul_quantize_token_ref(gate_up, *arguments), rows, arguments[1])
-        y, residual, weight = exact_norm(rows, channels, torch.float16)
-        *wanted, summed = rms_norm_quantize_token_ref(y, residual, weight, 0.0, *arguments)
-        got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight, **how)
-        assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
-        assert torch.equal(residual, summed)
-        assert wanted[0].unique().numel() > 100
+        norm_equal(build, rows, channels, arguments, **how)
+
+
+def norm_equal(build, rows: int, channels: int, arguments: tuple, **how) -> None:  # type: ignore[no-untyped-def, type-arg] # noqa: F811
+    y, residual, weight = exact_norm(rows, channels, torch.float16)
+    *wanted, summed = rms_norm_quantize_token_ref(y, residual, weight, 0.0, *arguments)
+    got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight, **how)
+    assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
+    assert torch.equal(residual, summed)
+    assert wanted[0].unique().numel() > 100
 
 
 @emulation
@@ -435,5 +394,8 @@ def test_fused_forms_equal_the_reference_where_their_arithmetic_is_exact(build, 
 @emulation
 @pytest.mark.usefixtures("any_number_is_many")
 @pytest.mark.parametrize(("rows", "channels"), [(9, 1288), pytest.param(12, 4096, marks=pytest.mark.slow)])
-def test_fused_forms_for_many_tokens_equal_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
-    fused_equal(build, rows, channels)
+def test_the_norm_of_many_tokens_equals_the_reference(build, rows: int, channels: int) -> None:  # type: ignore[no-untyped-def] # noqa: F811
+    for mix in MIXES:
+        how = {"gathered": mix in ("mixed", "int4"), "hadamard": mix != "int4"}
+        norm_equal(build, rows, channels, problem(rows, channels, torch.float16, mix, **how)[1])
+    assert quantize_many.plan_many(rows, channels, torch.float16, "rms_norm", "sm_90", 0, True, 1, LIMIT) is not None

@@ -1,24 +1,18 @@
 """quantize_token on the GPU equals the reference bit for bit; the norm and SiLU may round a code the other way."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from comet_cuda import quantize_stay
-from comet_cuda import quantize_token as launcher
 from comet_cuda.errors import CometError
-from comet_cuda.jit import compile_kernel
 from comet_cuda.quantize_token import (
     quantize_token,
     quantize_token_gpu,
     rms_norm_quantize_token,
     silu_mul_quantize_token,
 )
-from comet_cuda.quantize_token_plan import OPTIONS
 from comet_cuda.quantize_token_ref import (
     MOST_CHANNELS,
     TokenOperand,
@@ -55,48 +49,27 @@ def test_integers_equal_the_reference(rows: int, channels: int, dtype: torch.dty
             assert equal(got, wanted, rows, arguments[1]), (mix, gathered)
 
 
-STAY = [(300, 4096), (17, 2888), (133, 14336), (530, 8192), (70, 28672), (139, 22016), (9, MOST_CHANNELS)]
-
-
-@pytest.fixture
-def stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """quantize_stay.cu takes what it can, with the ctas a token and the stages of the list's end."""
-    landed, how = launcher._bind, list[tuple[int, int]]()
-
-    def bind(device: int, rows: int, channels: int, dtype: torch.dtype, hadamard: bool, fuse: str, *rest: Any) -> Any:
-        aligned, gathered, _ = rest
-        plan = quantize_stay.fit(rows, channels, fuse, gathered, *how[-1], 132, 227 * 1024) if aligned == 0 else None
-        if plan is None:
-            return landed(device, rows, channels, dtype, hadamard, fuse, *rest)
-        defines = plan.defines(dtype, hadamard, fuse, gathered)
-        kernel = compile_kernel(quantize_stay.SOURCE, "quantize_stay", "sm_90a", defines, OPTIONS)
-        threads = 32 * plan.warps
-        ctas = plan.tokens, plan.cluster
-        return kernel.load(device).bind(ctas, threads, launcher.WORDS, plan.shared_bytes, True), gathered
-
-    monkeypatch.setattr(launcher, "_bind", bind)
-    yield how
-    launcher._bound.cache_clear()
+STAY = [
+    (16, 14336), (9, MOST_CHANNELS), (3, 8840),  # four ctas a token
+    (64, 14336), (139, 22016), (70, 28672), (133, 14336), (40, MOST_CHANNELS), (150, 8192), (30, 8840),  # two
+    (300, 4096), (530, 8192), (128, 14336), (540, 14336), (140, 2888), (133, 584), (1030, 1536),  # one
+]  # fmt: skip
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
 )
-@pytest.mark.parametrize("way", itertools.product(quantize_stay.CLUSTERS, quantize_stay.STAGES))
 @pytest.mark.parametrize(("rows", "channels"), STAY)
-def test_ctas_that_stay_equal_the_reference(stay: list[Any], rows: int, channels: int, way: tuple[int, int]) -> None:
-    stay.append(way)
-    launcher._bound.cache_clear()
-    for i, mix in enumerate(MIXES):
-        for gathered in (True, False):
-            x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=i != 1)
-            gate_up = exact_silu(x.float().clamp(-900, 900).to(x.dtype)).cuda()
-            x, arguments = x.cuda(), on_gpu(arguments)
-            wanted = quantize_token_ref(x, *arguments)
-            for _ in range(3):
-                assert equal(quantize_token(x, *arguments), wanted, rows, arguments[1]), (mix, gathered)
-            wanted = silu_mul_quantize_token_ref(gate_up, *arguments)
-            assert equal(silu_mul_quantize_token(gate_up, *arguments), wanted, rows, arguments[1]), (mix, gathered)
+def test_ctas_that_stay_equal_the_reference(rows: int, channels: int) -> None:
+    for (i, mix), gathered in itertools.product(enumerate(MIXES), (True, False)):
+        x, arguments = problem(rows, channels, torch.bfloat16, mix, gathered=gathered, hadamard=i != 1)
+        gate_up = exact_silu(x.float().clamp(-900, 900).to(x.dtype)).cuda()
+        x, arguments = x.cuda(), on_gpu(arguments)
+        wanted = quantize_token_ref(x, *arguments)
+        for _ in range(3):
+            assert equal(quantize_token(x, *arguments), wanted, rows, arguments[1]), (mix, gathered)
+        wanted = silu_mul_quantize_token_ref(gate_up, *arguments)
+        assert equal(silu_mul_quantize_token(gate_up, *arguments), wanted, rows, arguments[1]), (mix, gathered)
 
 
 def test_the_reference_is_the_same_on_both_devices() -> None:
