@@ -379,9 +379,11 @@ __device__ __forceinline__ void serve(const TokenParams& p, const Memory& memory
       memory.copy(p, own.first, token + step);
     }
     __syncwarp();
-    mbarrier_wait(memory.left(set), phase);
 #if CLUSTER > 1
+    wait_for_cluster(memory.left(set), phase);
     if (lane == 0) mbarrier_expect(memory.left(set), ratio_bytes(p)); // of the token after the next
+#else
+    mbarrier_wait(memory.left(set), phase);
 #endif
     uint32_t top = 0; // non-negative floats are ordered as integers
 #pragma unroll

@@ -183,6 +183,7 @@ inline void mbarrier_wait(u32 at, u32 parity) {
     } else emu::yield();
   }
 }
+inline void wait_for_cluster(u32 at, u32 parity) { mbarrier_wait(at, parity); }
 inline unsigned long long l2_evict_first() { return 0; }
 inline void named_sync(int, int members) { // one barrier a kernel
   static int arrived = 0;

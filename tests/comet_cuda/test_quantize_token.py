@@ -382,7 +382,7 @@ def norm_equal(build, rows: int, channels: int, arguments: tuple, **how) -> None
     got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight, **how)
     assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
     assert torch.equal(residual, summed)
-    assert wanted[0].unique().numel() > 100
+    assert wanted[0].unique().numel() > 60
 
 
 @emulation

@@ -53,6 +53,20 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
     } while (!done);
 }
 
+// The same for what other ctas of the cluster have sent.
+__device__ __forceinline__ void wait_for_cluster(unsigned barrier, unsigned parity) {
+    unsigned done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
 __device__ __forceinline__ unsigned long long l2_evict_first() {
     unsigned long long policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
