@@ -208,9 +208,8 @@ __device__ __forceinline__ void find_places(const TokenParams& p, const Memory& 
     const int thread = (is_int8 ? block : block - range.eights + range.eight_warps * kBlocks) * kLanes + lane;
     const int4 &a = index[2 * i], &b = index[2 * i + 1];
     const uint32_t at = memory.places_at(q, thread);
-    const uint32_t eight[4] = {uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16,
-                               uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16};
-    store_shared_16(at, eight);
+    store_shared_8(at, uint32_t(a.x * kUnit) | uint32_t(a.y * kUnit) << 16, uint32_t(a.z * kUnit) | uint32_t(a.w * kUnit) << 16);
+    store_shared_8(at + 8, uint32_t(b.x * kUnit) | uint32_t(b.y * kUnit) << 16, uint32_t(b.z * kUnit) | uint32_t(b.w * kUnit) << 16);
   }
 }
 

@@ -1,8 +1,8 @@
 """How quantize_stay.cu is launched: quantize_token on sm_90 without the norm, of all that quantize_row.cu leaves.
 
 The decision made here is how many ctas share a token, so that several ctas with different tokens fit a multiprocessor
-(while one loads or stores, another gathers or rotates) and the last round leaves few multiprocessors idle. Measured on
-an H200 (results/LOG.md), where the choice loses 1% on average against the best of one, two and four.
+(while one loads or stores, another gathers or rotates), and how many: the fewest that need no more rounds, so that the
+last round is nearly as full as the first. Measured on an H200 (results/LOG.md).
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import torch
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.jit import Configuration
 from comet_cuda.quantize_many import FUSES
+from comet_cuda.quantize_row import is_few
 from comet_cuda.quantize_token_plan import ELEMENTS, OPTIONS, WARP
 
 SOURCE = "quantize_stay.cu"
@@ -24,6 +25,10 @@ RESERVED = 1024  # bytes of shared memory that a cta takes beside those asked fo
 BARRIERS = 5
 CLUSTERS = (1, 2, 4)
 WORTH = 0.75  # the largest part of the work that two ctas a token may leave the fullest multiprocessor
+SPREAD, SPREAD_BLOCKS = (
+    16,
+    64,
+)  # without a gather: multiprocessors a token, and blocks, with which quantize_token.cu wins
 NEAR = 1 << 15  # channels whose bytes 16 bits count
 GROUPS = 8  # of multiprocessors at most, each an even number of them, that clusters do not cross
 
@@ -37,6 +42,7 @@ class StayPlan:
     ctas: int  # on a multiprocessor
     room: int  # for so many ctas
     tokens: int  # under way at once
+    rounds: int
     used: int  # bytes of shared memory
     shared_bytes: int  # that are asked for
     far: bool = False  # rows to gather from have more than NEAR channels
@@ -49,9 +55,10 @@ class StayPlan:
             "REGISTERS": REGISTERS,
         }  # fmt: skip
 
-    def most(self, rows: int) -> float:
-        """Tokens that the fullest multiprocessor takes of so many, if all rounds were full."""
-        return -(-rows // self.tokens) * self.ctas / self.cluster
+    @property
+    def most(self) -> float:
+        """Tokens that the fullest multiprocessor takes, if all rounds are full."""
+        return self.rounds * self.ctas / self.cluster
 
 
 def plan_stay(rows: int, channels: int, fuse: str, gathered: bool, sms: int, shared_limit: int) -> StayPlan | None:
@@ -61,12 +68,14 @@ def plan_stay(rows: int, channels: int, fuse: str, gathered: bool, sms: int, sha
         fuse: "none", "rms_norm" or "silu_mul". gathered: there is a permutation.
         sms: multiprocessors of the GPU. shared_limit: bytes that a cta may have.
     """
-    if fuse == "rms_norm" or channels % 8:
+    blocks = num_blocks(channels)
+    spread = not gathered and blocks > SPREAD_BLOCKS and SPREAD * rows <= sms  # over eight ctas a token
+    if fuse == "rms_norm" or channels % 8 or is_few(rows, blocks, sms) or spread:
         return None
     one, two, four = (fit(rows, channels, fuse, gathered, cluster, sms, shared_limit) for cluster in CLUSTERS)
     if four is not None and (two is None or (four.ctas == 1 and rows <= four.tokens)):
         return four
-    if one is None or one.room == 1 or (two is not None and two.most(rows) <= WORTH * one.most(rows)):
+    if one is None or one.room == 1 or (two is not None and two.most <= WORTH * one.most):
         return two
     return one
 
@@ -87,11 +96,16 @@ def fit(
     )
     if warps > MOST_WARPS or room == 0 or (cluster - 1) * each >= blocks:
         return None
-    ctas = min(room, -(-rows * cluster // sms))
+
+    def at_once(ctas: int) -> int:
+        left_over = 2 * GROUPS if cluster == 4 and ctas % 2 else 0
+        return max(1, (sms * ctas - left_over) // cluster)
+
+    rounds = -(-rows // at_once(room))
+    ctas = next(ctas for ctas in range(1, room + 1) if rounds * at_once(ctas) >= rows)
     asked = max(used, (shared_limit + RESERVED) // (ctas + 1))  # of so many, one more does not fit
-    left_over = 2 * GROUPS if cluster == 4 and ctas % 2 else 0
-    tokens = min(rows, max(1, (sms * ctas - left_over) // cluster))
-    return StayPlan(warps, cluster, ctas, room, tokens, used, asked, gathered and channels > NEAR)
+    tokens = min(rows, at_once(ctas))
+    return StayPlan(warps, cluster, ctas, room, tokens, rounds, used, asked, gathered and channels > NEAR)
 
 
 def configurations(family: str) -> list[Configuration]:
@@ -99,7 +113,9 @@ def configurations(family: str) -> list[Configuration]:
     if family != "sm_90":
         return []
     return [
-        Configuration(SOURCE, StayPlan(0, cluster, 0, 0, 0, 0, 0, far).defines(dtype, hadamard, fuse, gather), OPTIONS)
+        Configuration(
+            SOURCE, StayPlan(0, cluster, 0, 0, 0, 0, 0, 0, far).defines(dtype, hadamard, fuse, gather), OPTIONS
+        )
         for cluster in CLUSTERS
         for fuse in ("none", "silu_mul")
         for gather, far in ((False, False), (True, False), *(((True, True),) if cluster > 1 else ()))

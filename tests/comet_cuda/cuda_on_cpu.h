@@ -163,7 +163,6 @@ inline u32 load_shared_2(u32 at) { unsigned short v; memcpy(&v, memory_of_cta() 
 inline uint4 load_shared_16(u32 at) { uint4 v; if (at % 16) abort(); memcpy(&v, memory_of_cta() + at, 16); return v; }
 inline void store_shared_2(u32 at, u32 v) { memcpy(memory_of_cta() + at, &v, 2); }
 inline void store_shared_8(u32 at, u32 a, u32 b) { if (at % 8) abort(); memcpy(memory_of_cta() + at, &a, 4); memcpy(memory_of_cta() + at + 4, &b, 4); }
-inline void store_shared_16(u32 at, const u32* x) { if (at % 16) abort(); memcpy(memory_of_cta() + at, x, 16); }
 inline void fence_proxy_async() {}
 inline void mbarrier_init(u32 at, u32 n) { if (at % 8) abort(); memset(memory_of_cta() + at, 0, 8); barriers_of_cta()[at] = {int(n), int(n), 0, 0}; }
 inline void mbarrier_init_fence() {}

@@ -206,10 +206,6 @@ __device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_16(unsigned at, const unsigned* x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-
 // What this thread has stored to shared memory becomes visible to wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
