@@ -1,8 +1,8 @@
 """How quantize_stay.cu is launched: quantize_token on sm_90 without the norm, of all that quantize_row.cu leaves.
 
-The decision made here is how many ctas share a token, so that several ctas with different tokens fit a multiprocessor
-(while one loads or stores, another gathers or rotates), and how many: the fewest that need no more rounds, so that the
-last round is nearly as full as the first. Measured on an H200 (results/LOG.md).
+The decisions made here are how many ctas share a token, so that several ctas with different tokens fit a multiprocessor
+(while one loads or stores, another gathers or rotates), and how many it has: the fewest that need no more rounds, so
+that the last round is nearly as full as the first. Measured on an H200 (results/LOG.md).
 """
 
 import dataclasses
@@ -25,10 +25,7 @@ RESERVED = 1024  # bytes of shared memory that a cta takes beside those asked fo
 BARRIERS = 5
 CLUSTERS = (1, 2, 4)
 WORTH = 0.75  # the largest part of the work that two ctas a token may leave the fullest multiprocessor
-SPREAD, SPREAD_BLOCKS = (
-    16,
-    64,
-)  # without a gather: multiprocessors a token, and blocks, with which quantize_token.cu wins
+SPREAD, SPREAD_BLOCKS = 16, 64  # multiprocessors a token, blocks: quantize_token.cu's ctas win without a gather
 NEAR = 1 << 15  # channels whose bytes 16 bits count
 GROUPS = 8  # of multiprocessors at most, each an even number of them, that clusters do not cross
 
@@ -69,7 +66,7 @@ def plan_stay(rows: int, channels: int, fuse: str, gathered: bool, sms: int, sha
         sms: multiprocessors of the GPU. shared_limit: bytes that a cta may have.
     """
     blocks = num_blocks(channels)
-    spread = not gathered and blocks > SPREAD_BLOCKS and SPREAD * rows <= sms  # over eight ctas a token
+    spread = not gathered and blocks > SPREAD_BLOCKS and SPREAD * rows <= sms  # over clusters of eight
     if fuse == "rms_norm" or channels % 8 or is_few(rows, blocks, sms) or spread:
         return None
     one, two, four = (fit(rows, channels, fuse, gathered, cluster, sms, shared_limit) for cluster in CLUSTERS)
