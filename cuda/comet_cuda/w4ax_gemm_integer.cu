@@ -8,6 +8,7 @@
 //
 // One producer warpgroup copies tiles into a ring of stages; ROW_WGS consumer warpgroups have 64 rows each and TOKEN_TILES
 // products of TOKENS tokens. Tiles are dealt as tile_schedule.cuh says; partial sums are integers, so their order is free.
+// They meet in global memory, or, with SPLIT ctas a tile, in the shared memory of the cta that owns a part of it.
 #include "comet/gemm_integer_producers.cuh"
 #include "comet/gemm_output_sm90.cuh"
 #include "comet/wgmma.cuh"
@@ -211,7 +212,9 @@ struct Consumer {
 };
 
 // Partial sums of a tile that several ctas share.
-#if MARKED
+#if SPLIT > 1
+// See gemm_integer_split.cuh.
+#elif MARKED
 // Each sum lies beside a mark in one 8-byte word, which memory reads and writes whole, so that no flag follows sums through
 // the L2: whoever reads a marked sum has it. Twice the bytes, which only few tokens bear. Words are 0 before and after.
 struct Shares {
@@ -333,16 +336,17 @@ struct Shares {
 };
 #endif
 
-// One set of sums, times the scales of token and row, to y.
+// Some atoms' sums, times the scales of token and row, to y.
+template <int kCount>
 __device__ __forceinline__ void store_scaled(
-    const unsigned (&acc)[kResults], const Operands& operands, int row_tile, int first_token, int thread) {
+    const unsigned (&acc)[kCount], const Operands& operands, int row_tile, int first_token, int thread) {
     const int lane = thread & 31, g = lane >> 2, t = lane & 3;
     const float* base = operands.base + row_tile * 64 + (thread >> 5) * 16 + 4 * (g >> 1) + (g & 1);
     const float base0 = base[0], base1 = base[2];
     const float* scales = operands.token_scale + first_token + 2 * t;
-    constexpr int kPart = kResults % 32 ? kResults : 32;  // sums at a time: registers do not hold all of both
+    constexpr int kPart = kCount % 32 ? kCount : 32;  // sums at a time: registers do not hold all of both
 #pragma unroll
-    for (int start = 0; start < kResults; start += kPart) {
+    for (int start = 0; start < kCount; start += kPart) {
         float values[kPart];
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
@@ -357,9 +361,16 @@ __device__ __forceinline__ void store_scaled(
 
 }  // namespace comet
 
+#if SPLIT > 1
+#include "comet/gemm_integer_split.cuh"
+#define CLUSTER_OF_CTAS __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER_OF_CTAS
+#endif
+
 using namespace comet;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(kThreads, 1)
     w4ax_gemm_integer(const __grid_constant__ Operands operands) {
     extern __shared__ unsigned char shared[];
     const Schedule& schedule = operands.schedule;
@@ -372,9 +383,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             mbarrier_init(ring + kFullAt + 8 * stage, 2);  // the two producers
             mbarrier_init(ring + kEmptyAt + 8 * stage, ROW_WGS * 4);
         }
+#if SPLIT > 1
+        Exchange::prepare(ring, cta % SPLIT);
+#endif
         mbarrier_init_fence();
     }
     __syncthreads();
+#if SPLIT > 1
+    cluster_arrive_relaxed();  // others may send
+#endif
     launch_dependents();
 
     if (warpgroup == ROW_WGS) {
@@ -388,10 +405,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 Shares{operands.partials, operands.flags, group, thread}.announce(cta);
         }
 #endif
+#if SPLIT > 1
+        __syncwarp();
+        cluster_wait();  // whoever has arrived waits
+#endif
     } else {
         registers_up<CONSUMER_REGS>();
         wait_for_previous();
         Consumer consumer(ring, warpgroup, thread);
+#if SPLIT > 1
+        Segment segment;
+        Worker(schedule, cta, ctas).next(segment);
+        unsigned acc[kSets][kResults];
+#pragma unroll
+        for (int i = 0; i < kSets * kResults; ++i) acc[i / kResults][i % kResults] = 0;
+        consumer.add(acc, operands.int8_blocks, segment.first, segment.last);
+
+        const Exchange exchange{ring, cta % SPLIT, warpgroup, thread};
+        cluster_wait();
+        exchange.send(acc);
+        exchange.wait();
+        int row_group, token_tile;
+        tile_place(schedule, cta / SPLIT, row_group, token_tile);
+        const int row_tile = row_group * ROW_WGS + warpgroup;
+        if (row_tile < operands.row_tiles) finish<0>(acc, operands, exchange, row_tile, token_tile * kTileTokens);
+#else
         const Shares shares{operands.partials, operands.flags, warpgroup, thread};
         Segment segment;
         for (int index = 0; find_segment(schedule, cta, ctas, index, segment); ++index) {
@@ -420,5 +458,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     store_scaled(acc[set], operands, row_tile, (token_tile * TOKEN_TILES + set) * TOKENS, thread);
             }
         }
+#endif
     }
 }

@@ -22,7 +22,8 @@ from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_token_ref import check_blocks, token_shapes
-from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, TABLE, fits, make_plan
+from comet_cuda.split_tiles import barrier_and_sum_bytes, make_split_plan, waves_of
+from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, SHARED_LIMIT, TABLE, Plan, fits, make_plan
 from comet_cuda.w4ax_gemm_sm90 import Workspace, sm_count, workspace
 from comet_cuda.weight_layout import (
     ROW_TILE,
@@ -57,9 +58,14 @@ class IntegerTiles:
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
     quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
     marked: int = 0  # 1: each partial sum carries a mark and is taken as soon as it is there; for up to 64 tokens
+    split: int = 1  # ctas of a cluster, which share a tile along K; above 1 with neither stream, quick nor marked
     one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.split > 1 and (self.stream or self.quick or self.marked):
+            raise CometError(f"{self} shares tiles in two ways", "with split, stream, quick and marked are 0")
 
     @property
     def tile_tokens(self) -> int:
@@ -82,7 +88,10 @@ class IntegerTiles:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
         stage = self.tile_tokens * (BLOCK + 4) + self.row_wgs * RECORD
-        return (-(-stage // 1024) * 1024 + 16) * self.stages + 1024
+        ring = (-(-stage // 1024) * 1024 + 16) * self.stages
+        if self.split > 1:
+            ring += barrier_and_sum_bytes(self.split, self.row_wgs, self.tile_tokens, ring, SHARED_LIMIT)
+        return ring + 1024
 
     def defines(self, out_dtype: torch.dtype) -> dict[str, int | str]:
         """Preprocessor definitions of SOURCE."""
@@ -98,7 +107,14 @@ class IntegerTiles:
             "CONSUMER_REGS": self.consumer_registers,
             "PRODUCER_REGS": self.producer_registers,
             **({"ONE_BY_ONE": 1} if self.one_by_one else {}),
+            **({"SPLIT": self.split} if self.split > 1 else {}),
         }
+
+    def plan(self, tokens: int, rows: int, blocks: int, int8_blocks: int, sms: int) -> Plan:
+        """How a problem is dealt to ctas."""
+        if self.split > 1:
+            return make_split_plan(self, tokens, rows, blocks, int8_blocks)
+        return make_plan(self, tokens, rows, blocks, sms)
 
     def kernel(self, out_dtype: torch.dtype) -> CompiledKernel:
         """Compile this variant, or find it in the cache."""
@@ -126,6 +142,10 @@ def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) ->
         tiles = tiles_of(row)
         if "step_ns" not in row:
             return tiles
+        if tiles.split > 1:
+            waves = waves_of(tiles, tokens, rows, sms)
+            timed.append((waves * (row["start_ns"] + ceil(blocks / tiles.split) * row["step_ns"]), tiles))
+            continue
         waves = make_plan(tiles, tokens, rows, blocks, sms).schedule[1] / sms
         timed.append((row["start_ns"] + (waves if tiles.stream else ceil(waves)) * blocks * row["step_ns"], tiles))
     if not timed:
@@ -181,8 +201,7 @@ def prepare_weight_integer(
     return IntegerWeight(records, padded.contiguous(), base.shape[0], count_int8_blocks(block_bits))
 
 
-_POINTERS = 9  # of struct Operands of gemm_integer.cuh,
-_NUMBERS = struct.Struct("<4i8i2i")  # and the rest of it
+_POINTERS = 9  # of struct Operands of gemm_integer.cuh; the rest of it are integers
 _BYTES, _WORDS, _FLOATS = torch.uint8, torch.int32, torch.float32
 
 
@@ -211,18 +230,19 @@ def _call(
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
     chosen = tiles or choose_integer_tiles(tokens, rows, blocks, sm_count(device))
-    plan = make_plan(chosen, tokens, rows, blocks, sm_count(device))
+    plan = chosen.plan(tokens, rows, blocks, int8_blocks, sm_count(device))
     memory = workspace(device)
     if plan.partial_floats > (memory.MARKED_SUMS if chosen.marked else memory.FLOATS) or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     if not 0 <= int8_blocks <= blocks:
         raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
-    numbers = (tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks, 0)
+    numbers = [tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks]
+    numbers += [0] * (len(numbers) % 2)  # the struct ends on 8 bytes
     return Call(
         *token_shapes(tokens, blocks, int8_blocks),
         chosen.kernel(out_dtype)
         .load(device)
-        .bind(plan.ctas, chosen.threads, _POINTERS, chosen.shared_bytes, pdl, _NUMBERS.pack(*numbers)),
+        .bind(plan.ctas, chosen.threads, _POINTERS, chosen.shared_bytes, pdl, struct.pack(f"<{len(numbers)}i", *numbers)),
         EmptyTensors(((tokens, rows), out_dtype)),
     )
 

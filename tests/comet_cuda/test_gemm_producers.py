@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from comet_cuda.jit import SOURCE_FOLDER
-from comet_cuda.tiles_sm90 import make_plan
 from comet_cuda.w4ax_gemm_integer import RECORD, IntegerTiles
 from comet_cuda.weight_layout import ROW_TILE, token_atoms
 from tests.comet_cuda.emulated import compiled
@@ -64,6 +63,9 @@ extern "C" int run(const int* s, int tokens, int rows, int atoms, int row_tiles,
   o.weight = (const unsigned char*)(base[2] = (const char*)(3ll << 40));
   o.tokens = tokens, o.rows = rows, o.atoms = atoms, o.row_tiles = row_tiles, o.int8_blocks = eights;
   o.schedule = {s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]};
+#if SPLIT > 1
+  std::copy(s + 8, s + 8 + SPLIT + 1, o.schedule.cuts);
+#endif
   events.clear();
   if (weights) lane_now = 0, produce_weights(o, Place(0, 1), cta, ctas);
   else for (lane_now = 31; lane_now >= 0; --lane_now) produce_activations(o, 0, lane_now, cta, ctas);
@@ -91,7 +93,10 @@ def library(folder: Path, tiles: IntegerTiles) -> ctypes.CDLL:
 
 def walk(schedule: tuple[int, ...], cta: int, ctas: int) -> list[tuple[int, int]]:
     """(tile, block) of each stage's turn, as tile_schedule.cuh describes it."""
-    stream_tiles, tiles, _, _, _, blocks, each, longer = schedule
+    stream_tiles, tiles, _, _, _, blocks, each, longer, *cuts = schedule
+    if cuts:  # a cluster a tile, whose ctas have a part of K each
+        tile, part = divmod(cta, len(cuts) - 1)
+        return [(tile, block) for block in range(cuts[part], cuts[part + 1])]
     start = cta * each + min(cta, longer)
     units = range(start, start + each + (cta < longer)) if stream_tiles else range(0)
     whole = range(stream_tiles + cta, tiles, ctas)
@@ -116,20 +121,22 @@ def place_of(schedule: tuple[int, ...], tile: int) -> tuple[int, int]:
         (IntegerTiles(64, row_wgs=3, stages=10, stream=0), 200, 2056, 11, 2),
         (IntegerTiles(128, token_tiles=2, stages=5, stream=0, band=16), 1000, 4096, 8, 1),
         (IntegerTiles(64, stages=1), 64, 520, 9, 2),
+        (IntegerTiles(128, stages=7, stream=0, split=2), 200, 2056, 39, 9),
+        (IntegerTiles(64, row_wgs=3, stages=5, stream=0, split=4), 64, 520, 2, 1),  # parts without blocks
     ],
 )
 def test_each_stage_gets_its_block_in_turn(
     tiles: IntegerTiles, tokens: int, rows: int, blocks: int, eights: int, tmp_path: Path
 ) -> None:
-    plan = make_plan(tiles, tokens, rows, blocks, 132)
+    plan = tiles.plan(tokens, rows, blocks, eights, 132)
     atoms, row_tiles, tile_atoms = token_atoms(tokens), -(-rows // ROW_TILE), tiles.tile_tokens // 8
     run, events = library(tmp_path, tiles).run, (Event * MOST)()
-    schedule = (ctypes.c_int * 8)(*plan.schedule)
+    schedule = (ctypes.c_int * len(plan.schedule))(*plan.schedule)
     for cta in {0, 1, plan.ctas // 2, plan.ctas - 1}:
         turns = walk(plan.schedule, cta, plan.ctas)
         for weights in (0, 1):
             count = run(schedule, tokens, rows, atoms, row_tiles, eights, cta, plan.ctas, weights, events)
-            assert 0 < count <= MOST
+            assert (count > 0 or not turns) and 0 <= count <= MOST
             waits: dict[int, list[int]] = {}
             found: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (what, stage) -> (start, bytes) in turn
             for e in events[:count]:

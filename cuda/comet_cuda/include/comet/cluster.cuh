@@ -1,6 +1,7 @@
 // Ctas of a cluster that write into each other's shared memory: CLUSTER ctas (gridDim.y) share a token.
 #pragma once
 
+#include "comet/pipeline.cuh"
 #include "comet/quantize.cuh"
 
 #if CLUSTER > 1
@@ -10,12 +11,6 @@
 #endif
 
 namespace comet {
-
-// The cluster's barrier in two halves: what was stored before the one is seen after the other. All threads take part.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Of what was stored before, barriers made known by mbarrier_init_fence alone are seen after it; no fence for all the rest.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // x -> the place of `at`, which is in this cta's shared memory, in the shared memory of another cta.
 __device__ __forceinline__ void store_in_cta(float* at, uint32_t rank, float x) {

@@ -2,7 +2,8 @@
 //
 // Compile-time: TOKENS (n of wgmma), TOKEN_TILES (of TOKENS, a warpgroup), ROW_WGS (consumer warpgroups, 64 rows each),
 // BATCH (INT4 blocks between two waits), QUICK (1) and MARKED (where marked words begin, or 0): see Shares; STAGES,
-// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once.
+// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once;
+// SPLIT, if it is not 1: ctas of a cluster, which share a tile along K.
 #pragma once
 
 #include "comet/tile_schedule.cuh"
@@ -24,7 +25,8 @@ constexpr int kThreads = 128 * (ROW_WGS + 1);
 constexpr unsigned kFullAt = kStageBytes * STAGES, kEmptyAt = kFullAt + 8 * STAGES;
 constexpr int kGroupBarrier = 1;  // named barriers: one a consumer warpgroup,
 constexpr int kGivenBarrier = kGroupBarrier + ROW_WGS;  // and one more for the warp that announces its partial sums
-static_assert(kEmptyAt + 8 * STAGES + 1024 <= 232448, "stages fit in shared memory");
+constexpr unsigned kRingEnd = kEmptyAt + 8 * STAGES;
+static_assert(kRingEnd + 1024 <= 232448, "stages fit in shared memory");
 
 // The kernel's one parameter (packed by w4ax_gemm_integer.py); stays in constant memory.
 struct Operands {

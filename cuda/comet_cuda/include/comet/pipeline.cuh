@@ -100,6 +100,12 @@ __device__ __forceinline__ void bulk_copy_multicast(
         : "memory");
 }
 
+// The cluster's barrier in two halves: what was stored before the one is seen after the other. All threads take part.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Of what was stored before, barriers made known by mbarrier_init_fence alone are seen after it; no fence for all the rest.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ unsigned cluster_cta_rank() {
     unsigned rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -108,6 +114,37 @@ __device__ __forceinline__ unsigned cluster_cta_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// An address in this cta's shared memory -> the same place in cta `rank` of the cluster.
+__device__ __forceinline__ unsigned address_in_cta(unsigned at, unsigned rank) {
+    unsigned there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+// 16 bytes to another cta's shared memory; the bytes that its barrier waits for become as many fewer.
+__device__ __forceinline__ void send_16(unsigned there, const unsigned* x, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+                 : "memory");
+}
+
+// What was read and written before is done for whoever waits for the barrier, of another cta, as follows.
+__device__ __forceinline__ void arrive_in_cta(unsigned there) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+__device__ __forceinline__ void wait_for_cluster(unsigned barrier) {
+    unsigned done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier)
+            : "memory");
+    } while (!done);
 }
 
 // Programmatic dependent launch: the next kernel may start; and: the previous kernel has ended and its writes are seen.

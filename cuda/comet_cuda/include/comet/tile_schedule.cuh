@@ -6,6 +6,8 @@
 // begins inside a tile hands its partial sum, f32, to the cluster that holds the tile's first unit; that one adds the
 // partial sums in ascending order of channels, so results do not depend on timing. Ranges are walked front to back: what
 // others wait for is computed first, so nobody waits for a cluster that itself waits.
+//
+// With SPLIT above 1 (w4ax_gemm_integer.cu) there is no stream: SPLIT ctas, a cluster, take the parts of one tile each.
 #pragma once
 
 namespace comet {
@@ -20,12 +22,34 @@ struct Schedule {
     int blocks;        // units a tile
     int range;         // units that each cluster's range has at least,
     int longer;        // and how many clusters have one more
+#if SPLIT > 1
+    int cuts[SPLIT + 1];  // cta r of a tile's cluster works on blocks cuts[r] .. cuts[r + 1] - 1
+#endif
 };
 
 struct Segment {
     int tile, first, last;  // blocks first .. last - 1 of a tile
 };
 
+#if SPLIT > 1
+class Worker {
+   public:
+    __device__ __forceinline__ Worker(const Schedule& schedule, int cta, int) : schedule_(schedule), cta_(cta) {}
+
+    __device__ __forceinline__ bool next(Segment& segment) {
+        if (cta_ < 0) return false;
+        segment.tile = cta_ / SPLIT;
+        segment.first = schedule_.cuts[cta_ % SPLIT];
+        segment.last = schedule_.cuts[cta_ % SPLIT + 1];
+        cta_ = -1;
+        return true;
+    }
+
+   private:
+    const Schedule& schedule_;
+    int cta_;
+};
+#else
 class Worker {
    public:
     __device__ __forceinline__ Worker(const Schedule& schedule, int cluster, int clusters)
@@ -83,6 +107,7 @@ __device__ __forceinline__ bool find_segment(
     segment.last = schedule.blocks;
     return segment.tile < schedule.tiles;
 }
+#endif
 
 // Bands of row groups; inside a band the row groups change fastest.
 __device__ __forceinline__ void tile_place(const Schedule& schedule, int tile, int& row_group, int& token_tile) {
