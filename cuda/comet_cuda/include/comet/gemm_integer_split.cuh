@@ -68,9 +68,9 @@ struct Exchange {
                     if (EXCHANGE == 2)
                         store_shared_16(staged(to) + thread * 16 + i * kAtomBytes, four);
                     else if (EXCHANGE == 1)
-                        store_in_cluster_16(address_in_cta(place(rank, to) + i * kAtomBytes, to), four);
+                        store_in_cluster_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four);
                     else
-                        send_16(address_in_cta(place(rank, to) + i * kAtomBytes, to), four, address_in_cta(received(), to));
+                        send_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four, address_in_cta(received(), to));
                 }
         if (EXCHANGE == 1) {
             fence_cluster();
