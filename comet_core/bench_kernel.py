@@ -44,7 +44,7 @@ ABLATIONS = {
 # What each turns off, as fields of a kernel's tiles.
 INTEGER_OFF: dict[str, dict[str, int]] = {
     "pipeline": {"stages": 1, "batch": 1},
-    "schedule": {"stream": 0},
+    "schedule": {"stream": 0, "split": 1},
     "conversion": {"one_by_one": 1},
 }
 SM90_OFF: dict[str, dict[str, int]] = {

@@ -1,7 +1,7 @@
 """Tiles of the integer GEMM that a cluster of ctas shares along K: who takes which blocks, and how many fit at once.
 
 In: a problem's size and `split`, the ctas of a cluster. Out: cuts of K, so balanced that all ctas end together, and a
-`Plan` with one cluster a tile. Sums meet in the ctas' shared memory (comet/gemm_integer_split.cuh), not in the workspace.
+`Plan` with one cluster a tile. Sums meet in the ctas' shared memory (comet/gemm_integer_split.cuh), not in the L2.
 """
 
 from typing import Protocol
@@ -11,8 +11,8 @@ from comet_cuda.weight_layout import ROW_TILE
 
 ATOM_BYTES = 128 * 16  # sums of a warpgroup and 8 tokens
 INT8_COST = 7  # of an INT8 block, in quarters of an INT4 block's: sums are shifted between groups of them
-# Clusters of so many ctas, one a multiprocessor, that find room on an H200 at once: multiprocessors come in groups of 16
-# and 18, and a cluster lies in one of them.
+# Clusters of so many ctas, one a multiprocessor, that find room on an H200 at once: multiprocessors come in groups of
+# 16 and 18, and a cluster lies in one of them.
 AT_ONCE = {2: 66, 3: 42, 4: 32, 5: 24, 6: 18, 7: 16, 8: 16}
 
 

@@ -7,11 +7,8 @@ load; activations come tiled from quantize_token.
 """
 
 import functools
-import json
 import struct
-from dataclasses import dataclass, fields
-from math import ceil
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,139 +16,25 @@ from torch import Tensor
 from comet_cuda.affine import BLOCK
 from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
 from comet_cuda.errors import CometError
-from comet_cuda.jit import CompiledKernel, Configuration, compile_kernel
+from comet_cuda.integer_tiles import RECORD as RECORD
+from comet_cuda.integer_tiles import SOURCE as SOURCE
+from comet_cuda.integer_tiles import IntegerTiles as IntegerTiles
+from comet_cuda.integer_tiles import choose_integer_tiles as choose_integer_tiles
+from comet_cuda.integer_tiles import integer_table as integer_table
+from comet_cuda.integer_tiles import tiles_of as tiles_of
+from comet_cuda.jit import Configuration
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
 from comet_cuda.quantize_token_ref import check_blocks, token_shapes
-from comet_cuda.split_tiles import barrier_and_sum_bytes, make_split_plan, waves_of
-from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, SHARED_LIMIT, TABLE, Plan, fits, make_plan
-from comet_cuda.w4ax_gemm_sm90 import Workspace, sm_count, workspace
+from comet_cuda.tiles_sm90 import OUT_KINDS
+from comet_cuda.w4ax_gemm_sm90 import sm_count, workspace
 from comet_cuda.weight_layout import (
     ROW_TILE,
-    record_bytes,
     row_bases,
     tile_weight_integer_sm90,
     token_atoms,
     untile_activations_integer_sm90,
     untile_weight_integer_sm90,
 )
-
-SOURCE = "w4ax_gemm_integer.cu"
-RECORD = record_bytes(False)
-PRODUCER_REGISTERS = 40  # of a producer thread,
-FEW_REGISTERS = 32  # and where blocks come in batches or three warpgroups share what there is
-
-
-@dataclass(frozen=True)
-class IntegerTiles:
-    """One compiled variant of the kernel and how its tiles are dealt.
-
-    A cta takes all registers of a multiprocessor. Where two had room, those of a launch that began early lay two by two
-    on multiprocessors that were free first, and left others empty (measured behind quantize_token, results/LOG.md).
-    """
-
-    tokens: int  # n of wgmma: 8, 16, 24, 32 or a multiple of 16 up to 256
-    token_tiles: int = 1  # of `tokens`, a warpgroup
-    row_wgs: int = 2  # consumer warpgroups, 64 rows each
-    stages: int = 6
-    stream: int = 1  # 1: cut tiles along K so that all SMs work to the end; 0: whole tiles only
-    band: int = 8  # row groups walked together
-    batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
-    quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
-    marked: int = 0  # 1: each partial sum carries a mark and is taken as soon as it is there; for up to 64 tokens
-    split: int = 1  # ctas of a cluster, which share a tile along K; above 1 with neither stream, quick nor marked
-    exchange: int = 0  # of a split tile's sums: 0 st.async, 1 stores and a barrier, 2 bulk copies
-    one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
-    row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
-    cluster: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        if self.split > 1 and (self.stream or self.quick or self.marked):
-            raise CometError(f"{self} shares tiles in two ways", "with split, stream, quick and marked are 0")
-
-    @property
-    def tile_tokens(self) -> int:
-        return self.tokens * self.token_tiles
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.row_wgs + 1)
-
-    @property
-    def consumer_registers(self) -> int:
-        lane = 65536 // self.threads // 8 * 8 * (self.row_wgs + 1)
-        return min(240, (lane - self.producer_registers) // self.row_wgs // 8 * 8)
-
-    @property
-    def producer_registers(self) -> int:
-        return FEW_REGISTERS if self.batch > 1 or self.row_wgs > 2 else PRODUCER_REGISTERS
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a cta: the ring, its barriers, and room to align it to 1,024 bytes."""
-        stage = self.tile_tokens * (BLOCK + 4) + self.row_wgs * RECORD
-        ring = (-(-stage // 1024) * 1024 + 16) * self.stages
-        if self.split > 1:
-            ring += barrier_and_sum_bytes(self.split, self.row_wgs, self.tile_tokens, ring, SHARED_LIMIT)
-        return ring + 1024
-
-    def defines(self, out_dtype: torch.dtype) -> dict[str, int | str]:
-        """Preprocessor definitions of SOURCE."""
-        return {
-            "TOKENS": self.tokens,
-            "TOKEN_TILES": self.token_tiles,
-            "ROW_WGS": self.row_wgs,
-            "BATCH": self.batch,
-            "QUICK": self.quick,
-            "MARKED": Workspace.FLAGS if self.marked else 0,
-            "STAGES": self.stages,
-            "OUT": OUT_KINDS[out_dtype],
-            "CONSUMER_REGS": self.consumer_registers,
-            "PRODUCER_REGS": self.producer_registers,
-            **({"ONE_BY_ONE": 1} if self.one_by_one else {}),
-            **({"SPLIT": self.split, "EXCHANGE": self.exchange} if self.split > 1 else {}),
-        }
-
-    def plan(self, tokens: int, rows: int, blocks: int, int8_blocks: int, sms: int) -> Plan:
-        """How a problem is dealt to ctas."""
-        if self.split > 1:
-            return make_split_plan(self, tokens, rows, blocks, int8_blocks)
-        return make_plan(self, tokens, rows, blocks, sms)
-
-    def kernel(self, out_dtype: torch.dtype) -> CompiledKernel:
-        """Compile this variant, or find it in the cache."""
-        return compile_kernel(SOURCE, "w4ax_gemm_integer", ARCH, self.defines(out_dtype))
-
-
-@functools.cache
-def integer_table() -> tuple[dict[str, int], ...]:
-    """`integer_rows` of tiles_sm90.json. For few tokens the first whose limit holds applies; rows with measured times
-    (`step_ns` a block and wave, `start_ns` once) compete: the least estimate wins."""
-    return tuple(json.loads(TABLE.read_text())["integer_rows"])
-
-
-def tiles_of(row: dict[str, int]) -> IntegerTiles:
-    """The variant that a row of the table names."""
-    return IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
-
-
-def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) -> IntegerTiles:
-    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
-    timed: list[tuple[float, IntegerTiles]] = []
-    for row in integer_table():
-        if not fits(row, tokens, rows, blocks):
-            continue
-        tiles = tiles_of(row)
-        if "step_ns" not in row:
-            return tiles
-        if tiles.split > 1:
-            waves = waves_of(tiles, tokens, rows, sms)
-            timed.append((waves * (row["start_ns"] + ceil(blocks / tiles.split) * row["step_ns"]), tiles))
-            continue
-        waves = make_plan(tiles, tokens, rows, blocks, sms).schedule[1] / sms
-        timed.append((row["start_ns"] + (waves if tiles.stream else ceil(waves)) * blocks * row["step_ns"], tiles))
-    if not timed:
-        raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
-    return min(timed, key=lambda found: found[0])[1]
 
 
 def configurations(family: str) -> list[Configuration]:
@@ -243,7 +126,9 @@ def _call(
         *token_shapes(tokens, blocks, int8_blocks),
         chosen.kernel(out_dtype)
         .load(device)
-        .bind(plan.ctas, chosen.threads, _POINTERS, chosen.shared_bytes, pdl, struct.pack(f"<{len(numbers)}i", *numbers)),
+        .bind(
+            plan.ctas, chosen.threads, _POINTERS, chosen.shared_bytes, pdl, struct.pack(f"<{len(numbers)}i", *numbers)
+        ),
         EmptyTensors(((tokens, rows), out_dtype)),
     )
 

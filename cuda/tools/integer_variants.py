@@ -20,8 +20,29 @@ from comet_cuda.weight_layout import token_atoms, untile_activations_integer_sm9
 PART = 2048  # rows of a problem that are compared with the reference before it is timed
 
 
+def split_candidates(m: int) -> list[IntegerTiles]:
+    """Tiles that a cluster shares: as many stages as there is room for beside the sums, or with sums in their place."""
+    if m > 256:
+        kinds = [(128, 2, 7, 2), (256, 2, 5, 2), (192, 2, 6, 2), (128, 3, 6, 2)]
+    elif m > 128:
+        kinds = [(128, 2, 7, 2), (256, 2, 5, 2), (256, 2, 5, 3), (256, 2, 5, 4), (192, 2, 6, 3), (128, 3, 6, 2)]
+    elif m > 64:
+        kinds = [(128, 2, 7, 2), (128, 2, 7, 3), (128, 2, 7, 4), (96, 2, 9, 4), (64, 2, 12, 2), (64, 3, 9, 2)]
+    elif m > 32:
+        kinds = [(64, 2, 12, 2), (64, 2, 11, 4), (64, 3, 9, 4)]
+    else:
+        n = 8 if m <= 8 else 16 if m <= 16 else 32
+        batch = 2 if m > 16 else 3
+        return [IntegerTiles(n, stages=14, stream=0, batch=batch, split=split) for split in (2, 4)]
+    return [IntegerTiles(n, row_wgs=w, stages=stages, stream=0, split=split) for n, w, stages, split in kinds]
+
+
 def integer_candidates(m: int) -> list[IntegerTiles]:
     """What tune tries for a batch."""
+    return [*split_candidates(m), *_candidates(m)]
+
+
+def _candidates(m: int) -> list[IntegerTiles]:
     if m > 512:
         whole = [IntegerTiles(128, 2, stages=5, stream=0, band=band) for band in (4, 8, 16)]
         return [*whole, IntegerTiles(256, stages=5, quick=1), IntegerTiles(128, row_wgs=3, stages=7, stream=0, quick=1)]

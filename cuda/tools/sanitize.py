@@ -54,8 +54,10 @@ TOTAL = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$")
 
 
 def variants() -> list[IntegerTiles]:
-    """Every variant of the table, and one without a pipeline."""
-    return [*dict.fromkeys(map(gemm.tiles_of, gemm.integer_table())), replace(IntegerTiles(64), stages=1)]
+    """Every variant of the table, one without a pipeline, and shared tiles: sums beside the ring, and in it."""
+    shared = [IntegerTiles(128, stages=stages, stream=0, split=2) for stages in (7, 9)]
+    shared += [IntegerTiles(32, stages=14, stream=0, batch=2, split=4)]
+    return [*dict.fromkeys([*map(gemm.tiles_of, gemm.integer_table()), *shared]), replace(IntegerTiles(64), stages=1)]
 
 
 def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -72,7 +74,7 @@ def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     for tiles in variants():
         m = 257 if tiles.tokens > 64 else tiles.tokens + 1
         name = f"gemm, {m} tokens, n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
-        name += " quick" * tiles.quick + " marked" * tiles.marked
+        name += " quick" * tiles.quick + " marked" * tiles.marked + f" split {tiles.split}" * (tiles.split > 1)
         yield name, lambda m=m, tiles=tiles: step(m, 0 if tiles.quick else BLOCKS, tiles)  # type: ignore[misc]
 
 

@@ -237,6 +237,8 @@ def short(tiles: Any) -> str:
     if isinstance(tiles, integer.IntegerTiles):
         text = f"n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
         text += f" b{tiles.batch} band {tiles.band}"
+        if tiles.split > 1:
+            return text + f" split {tiles.split}"
         return text + " quick" * tiles.quick + " marked" * tiles.marked + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}" + " zp" * tiles.zero_product

@@ -70,6 +70,21 @@ def test_some_ablated_kernels_compile_without_spills(m: int, ablation: str) -> N
     compiles(replace(choose_integer_tiles(m, 4096, 32), **INTEGER_OFF[ablation]))
 
 
+SHARED = list(
+    dict.fromkeys(tiles for m in (1, 16, 32, 64, 128, 256, 512) for tiles in integer_variants.split_candidates(m))
+)
+
+
+def test_a_tile_that_a_cluster_shares_compiles_without_spills() -> None:
+    compiles(IntegerTiles(128, row_wgs=3, stages=6, stream=0, split=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", SHARED, ids=tune_gemm.short)
+def test_every_tile_that_a_cluster_shares_compiles_without_spills(tiles: IntegerTiles) -> None:
+    compiles(tiles)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ablation", list(INTEGER_OFF))
 @pytest.mark.parametrize("tiles", sanitize.variants(), ids=tune_gemm.short)

@@ -146,7 +146,7 @@ def test_launchers_write_what_the_kernels_read(hopper: Hopper) -> None:
     ((shape, packed),) = hopper.launches
     fields = struct.unpack("<9Q14i", packed)
     assert list(fields[:9]) == [*at(o.rows.records, o.rows.base, codes, multiples, scale, bias, y), *Memory.addresses]
-    plan = gemm.make_plan(gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS), TOKENS, ROWS, BLOCKS, 132)
+    plan = gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS).plan(TOKENS, ROWS, BLOCKS, EIGHTS, 132)
     assert fields[9:] == (TOKENS, ROWS, 2, 3, *plan.schedule, EIGHTS, 0)
     assert shape[0] == plan.ctas and shape[-1] == 1  # overlaps with the kernel before it
 

@@ -8,6 +8,7 @@ import ctypes
 import re
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,13 @@ inline void mbarrier_expect(unsigned b, unsigned n) { --arrivals[here][b], bytes
 inline void wait_for_cluster(unsigned) {}
 inline unsigned address_in_cta(unsigned at, unsigned rank) { return rank << 24 | at; }
 inline void arrive_in_cta(unsigned there) { --arrivals[there >> 24][there & 0xffffff]; }
+inline unsigned char* at_cta(unsigned there) { return memory[there >> 24] + (there & 0xffffff); }
 inline void send_16(unsigned there, const unsigned* x, unsigned barrier) {
   bad += there >> 24 != barrier >> 24 || (there >> 24) == unsigned(here);
-  std::memcpy(memory[there >> 24] + (there & 0xffffff), x, 16);
+  std::memcpy(at_cta(there), x, 16);
   bytes[barrier >> 24][barrier & 0xffffff] -= 16;
 }
-inline void store_in_cluster_16(unsigned there, const unsigned* x) { std::memcpy(memory[there >> 24] + (there & 0xffffff), x, 16); }
+inline void store_in_cluster_16(unsigned there, const unsigned* x) { std::memcpy(at_cta(there), x, 16); }
 inline void store_shared_16(unsigned at, const unsigned* x) { std::memcpy(memory[here] + at, x, 16); }
 struct Copy { int from_cta; unsigned there, from, bytes; };
 static std::vector<Copy> copies;
@@ -70,7 +72,10 @@ void store_scaled(const unsigned (&sums)[kCount], const Operands&, int row_tile,
 }
 """
 RUN = """
-extern "C" void sizes(unsigned* out) { using namespace comet; out[0] = kApart, out[1] = kApart ? kApartAt + kSumsBytes : kBarriersEnd; }
+extern "C" void sizes(unsigned* out) {
+  using namespace comet;
+  out[0] = kApart, out[1] = kApart ? kApartAt + kSumsBytes : kBarriersEnd;
+}
 // acc: [cta, group, thread, sums]. Returns what is wrong: sends to the wrong place, or barriers that wait for more.
 extern "C" int run(const unsigned* acc, unsigned* out) {
   using namespace comet;
@@ -90,7 +95,7 @@ extern "C" int run(const unsigned* acc, unsigned* out) {
     Exchange::prepare(0, here);
   }
   each([](const Exchange& exchange, auto& own) { exchange.send(own); });
-  for (auto& c : copies) std::memcpy(memory[c.there >> 24] + (c.there & 0xffffff), memory[c.from_cta] + c.from, c.bytes);
+  for (auto& c : copies) std::memcpy(at_cta(c.there), memory[c.from_cta] + c.from, c.bytes);
   for (int cta = 0; cta < SPLIT; ++cta) {
     for (auto& [barrier, left] : bytes[cta]) bad += left != 0;
     for (auto& [barrier, left] : arrivals[cta])
@@ -162,7 +167,7 @@ def test_cuts_cover_all_blocks_once_and_cost_the_same(split: int) -> None:
             cuts = cuts_of(split, blocks, eights, INT8_COST)
             assert cuts[0] == 0 and cuts[-1] == blocks and list(cuts) == sorted(cuts)
             costs = [INT8_COST if block < eights else 4 for block in range(blocks)]
-            parts = [sum(costs[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [sum(costs[a:b]) for a, b in pairwise(cuts)]
             assert max(parts) <= sum(costs) / split + INT8_COST  # half a block at either end, rounded
     assert cuts_of(2, 32, 5, 4) == (0, 16, 32)
     assert cuts_of(2, 32, 5, 8) == (0, 14, 32)  # 5 * 2 + 9 against 18
@@ -173,7 +178,8 @@ def test_a_plan_has_each_tile_once(tokens: int, rows: int) -> None:
     for tiles in EXCHANGED:
         plan = tiles.plan(tokens, rows, 32, 5, 132)
         row_groups, token_tiles = -(-rows // (64 * tiles.row_wgs)), -(-tokens // tiles.tile_tokens)
-        assert plan.ctas == row_groups * token_tiles * tiles.split and plan.schedule[1:4] == (row_groups * token_tiles, row_groups, token_tiles)
+        count = row_groups * token_tiles
+        assert plan.ctas == count * tiles.split and plan.schedule[1:4] == (count, row_groups, token_tiles)
         assert plan.schedule[8:] == cuts_of(tiles.split, 32, 5, INT8_COST) and plan.partial_floats == 0
 
 

@@ -14,7 +14,7 @@ from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import int8_group
 from comet_cuda.quantize_token_ref import MOST_CHANNELS
-from comet_cuda.tiles_sm90 import SHARED_LIMIT, make_plan
+from comet_cuda.tiles_sm90 import SHARED_LIMIT
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.w4ax_gemm_sm90 import Workspace
 from comet_cuda.weight_layout import tile_activations_integer_sm90, untile_activations_integer_sm90
@@ -96,7 +96,7 @@ def test_every_row_of_the_table_fits() -> None:
         for rows, blocks in ((8, 1), (64, 1), (4096, 32), (6145, 3), (57344, 64), (8192, 224), (151936, 12)):
             for sms in (78, 114, 132, 144):
                 tiles = gemm.choose_integer_tiles(tokens, rows, blocks, sms)
-                plan = make_plan(tiles, tokens, rows, blocks, sms)
+                plan = tiles.plan(tokens, rows, blocks, blocks // 6, sms)
                 assert plan.partial_floats <= (Workspace.MARKED_SUMS if tiles.marked else Workspace.FLOATS)
                 assert plan.flags <= Workspace.FLAGS
 
