@@ -44,7 +44,6 @@ class IntegerTiles:
     quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
     marked: int = 0  # 1: each partial sum carries a mark and is taken as soon as it is there; for up to 64 tokens
     split: int = 1  # ctas of a cluster, which share a tile along K; above 1 with neither stream, quick nor marked
-    exchange: int = 0  # of a split tile's sums: 0 st.async, 1 stores and a barrier, 2 bulk copies
     one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
@@ -93,7 +92,7 @@ class IntegerTiles:
             "CONSUMER_REGS": self.consumer_registers,
             "PRODUCER_REGS": self.producer_registers,
             **({"ONE_BY_ONE": 1} if self.one_by_one else {}),
-            **({"SPLIT": self.split, "EXCHANGE": self.exchange} if self.split > 1 else {}),
+            **({"SPLIT": self.split} if self.split > 1 else {}),
         }
 
     def plan(self, tokens: int, rows: int, blocks: int, int8_blocks: int, sms: int) -> Plan:

@@ -408,7 +408,6 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(kThreads, 1)
 #if SPLIT > 1
         __syncwarp();
         cluster_wait();  // whoever has arrived waits
-        if (EXCHANGE == 2) cluster_arrive_relaxed(), cluster_wait();
 #endif
     } else {
         registers_up<CONSUMER_REGS>();
@@ -426,12 +425,10 @@ extern "C" __global__ void CLUSTER_OF_CTAS __launch_bounds__(kThreads, 1)
         cluster_wait();
         exchange.send(acc);
         exchange.wait();
-        if (EXCHANGE == 2) cluster_arrive_relaxed();  // what this cta has sent may be read until all are here
         int row_group, token_tile;
         tile_place(schedule, cta / SPLIT, row_group, token_tile);
         const int row_tile = row_group * ROW_WGS + warpgroup;
         if (row_tile < operands.row_tiles) finish<0>(acc, operands, exchange, row_tile, token_tile * kTileTokens);
-        if (EXCHANGE == 2) cluster_wait();
 #else
         const Shares shares{operands.partials, operands.flags, warpgroup, thread};
         Segment segment;

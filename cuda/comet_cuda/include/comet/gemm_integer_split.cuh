@@ -20,8 +20,6 @@ constexpr unsigned kSumsBytes = (SPLIT - 1) * ROW_WGS * kMostAtoms * kAtomBytes;
 constexpr unsigned kApartAt = (kBarriersEnd + 127) / 128 * 128;
 constexpr bool kApart = kApartAt + kSumsBytes + 1024 <= 232448;
 constexpr unsigned kSumsAt = kApart ? kApartAt : 0;
-constexpr unsigned kStagedAt = kApart ? 0 : kSumsBytes;  // EXCHANGE 2: what is sent, before it is
-static_assert(EXCHANGE < 2 || kStagedAt + kSumsBytes <= kFullAt, "sums fit in the ring twice");
 static_assert(kBarriersEnd + 1024 <= 232448 && (kApart || kSumsBytes <= kFullAt), "sums fit in shared memory");
 
 constexpr __device__ __forceinline__ int first_atom(int part) { return kTileAtoms * part / SPLIT; }
@@ -34,8 +32,8 @@ struct Exchange {
     // By one thread, before the cluster's first barrier.
     static __device__ __forceinline__ void prepare(unsigned ring, int rank) {
         for (int group = 0; group < ROW_WGS; ++group) {
-            mbarrier_init(ring + kReceivedAt + 8 * group, EXCHANGE == 1 ? 4 * (SPLIT - 1) : 1);
-            if (EXCHANGE != 1) mbarrier_expect(ring + kReceivedAt + 8 * group, (SPLIT - 1) * atoms_of(rank) * kAtomBytes);
+            mbarrier_init(ring + kReceivedAt + 8 * group, 1);
+            mbarrier_expect(ring + kReceivedAt + 8 * group, (SPLIT - 1) * atoms_of(rank) * kAtomBytes);
         }
         for (int from = 0; from < SPLIT; ++from) mbarrier_init(ring + kReadAt + 8 * from, ROW_WGS * 4);
     }
@@ -57,7 +55,6 @@ struct Exchange {
             for (int from = 0; from < SPLIT; ++from)
                 if (from != rank) wait_for_cluster(ring + kReadAt + 8 * from);
         }
-        if (EXCHANGE == 2) named_sync(kGivenBarrier, ROW_WGS * 128);  // this cta's ring has been read
 #pragma unroll
         for (int i = 0; i < kMostAtoms; ++i)
 #pragma unroll
@@ -65,31 +62,8 @@ struct Exchange {
                 if (to != rank && i < atoms_of(to)) {
                     const int atom = first_atom(to) + i;
                     const unsigned* four = &acc[atom / kAtoms][4 * (atom % kAtoms)];
-                    if (EXCHANGE == 2)
-                        store_shared_16(staged(to) + thread * 16 + i * kAtomBytes, four);
-                    else if (EXCHANGE == 1)
-                        store_in_cluster_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four);
-                    else
-                        send_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four, address_in_cta(received(), to));
+                    send_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four, address_in_cta(received(), to));
                 }
-        if (EXCHANGE == 1) {
-            fence_cluster();
-            __syncwarp();
-            if ((thread & 31) == 0)
-                for (int to = 0; to < SPLIT; ++to)
-                    if (to != rank) arrive_in_cta(address_in_cta(received(), to));
-        }
-        if (EXCHANGE == 2) {
-            fence_proxy_async();
-            named_sync(kGroupBarrier + group, 128);
-            if (thread == 0)
-                for (int to = 0; to < SPLIT; ++to)
-                    if (to != rank && atoms_of(to) > 0)
-                        bulk_send(address_in_cta(place(rank, to), to), staged(to), atoms_of(to) * kAtomBytes, address_in_cta(received(), to));
-        }
-    }
-    __device__ __forceinline__ unsigned staged(int to) const {
-        return ring + kStagedAt + ((to < rank ? to : to - 1) * ROW_WGS + group) * (kMostAtoms * kAtomBytes);
     }
     __device__ __forceinline__ void wait() const { wait_for_cluster(received()); }
 

@@ -130,21 +130,6 @@ __device__ __forceinline__ void send_16(unsigned there, const unsigned* x, unsig
                  : "memory");
 }
 
-// The same without a barrier; and from this cta's shared memory, in one piece, with one.
-__device__ __forceinline__ void store_in_cluster_16(unsigned there, const unsigned* x) {
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-__device__ __forceinline__ void bulk_send(unsigned there, unsigned from, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(there), "r"(from),
-                 "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void store_shared_16(unsigned at, const unsigned* x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-__device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
-
 // What was read and written before is done for whoever waits for the barrier, of another cta, as follows.
 __device__ __forceinline__ void arrive_in_cta(unsigned there) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
