@@ -18,7 +18,7 @@ from comet_cuda.jit import CompiledKernel, compile_kernel
 from comet_cuda.split_tiles import barrier_and_sum_bytes, make_split_plan, waves_of
 from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, SHARED_LIMIT, TABLE, Plan, fits, make_plan
 from comet_cuda.w4ax_gemm_sm90 import Workspace
-from comet_cuda.weight_layout import record_bytes
+from comet_cuda.weight_layout import ROW_TILE, record_bytes
 
 SOURCE = "w4ax_gemm_integer.cu"
 RECORD = record_bytes(False)
@@ -108,8 +108,8 @@ class IntegerTiles:
 
 @functools.cache
 def integer_table() -> tuple[dict[str, int], ...]:
-    """`integer_rows` of tiles_sm90.json. For few tokens the first whose limit holds applies; rows with measured times
-    (`step_ns` a block and wave, `start_ns` once) compete: the least estimate wins."""
+    """`integer_rows` of tiles_sm90.json: a variant each, what a launch of it takes (`start_ns`; a cluster that shares a
+    tile takes it each time), what a block takes (`step_ns`), and for which numbers of tokens that was measured."""
     return tuple(json.loads(TABLE.read_text())["integer_rows"])
 
 
@@ -118,21 +118,23 @@ def tiles_of(row: dict[str, int]) -> IntegerTiles:
     return IntegerTiles(**{f.name: row[f.name] for f in fields(IntegerTiles) if f.name in row})
 
 
+def starts_and_steps(tiles: IntegerTiles, tokens: int, rows: int, blocks: int, sms: int) -> tuple[int, float]:
+    """Of a problem, what takes `start_ns` and what takes `step_ns`, one after the other."""
+    if tiles.split > 1:
+        times = waves_of(tiles, tokens, rows, sms)
+        return times, times * ceil(blocks / tiles.split)
+    waves = ceil(rows / (ROW_TILE * tiles.row_wgs)) * ceil(tokens / tiles.tile_tokens) / sms
+    return 1, (waves if tiles.stream else ceil(waves)) * blocks
+
+
 def choose_integer_tiles(tokens: int, rows: int, blocks: int, sms: int = 132) -> IntegerTiles:
-    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`)."""
-    timed: list[tuple[float, IntegerTiles]] = []
-    for row in integer_table():
-        if not fits(row, tokens, rows, blocks):
-            continue
-        tiles = tiles_of(row)
-        if "step_ns" not in row:
-            return tiles
-        if tiles.split > 1:
-            once = row["start_ns"] + ceil(blocks / tiles.split) * row["step_ns"]
-            timed.append((once * waves_of(tiles, tokens, rows, sms), tiles))
-            continue
-        waves = make_plan(tiles, tokens, rows, blocks, sms).schedule[1] / sms
-        timed.append((row["start_ns"] + (waves if tiles.stream else ceil(waves)) * blocks * row["step_ns"], tiles))
-    if not timed:
-        raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no limits")
-    return min(timed, key=lambda found: found[0])[1]
+    """The table's variant for a problem of `tokens` x `rows` x (128 * `blocks`): the least estimate wins."""
+
+    def estimate(row: dict[str, int]) -> float:
+        starts, steps = starts_and_steps(tiles_of(row), tokens, rows, blocks, sms)
+        return starts * row["start_ns"] + steps * row["step_ns"]
+
+    fitting = [row for row in integer_table() if row.get("min_tokens", 1) <= tokens and fits(row, tokens, rows, blocks)]
+    if not fitting:
+        raise CometError(f"{TABLE.name} has no row for {tokens} tokens", "its last row must have no upper limit")
+    return tiles_of(min(fitting, key=estimate))

@@ -10,7 +10,7 @@ from comet_cuda.tiles_sm90 import Dealt, Plan
 from comet_cuda.weight_layout import ROW_TILE
 
 ATOM_BYTES = 128 * 16  # sums of a warpgroup and 8 tokens
-INT8_COST = 7  # of an INT8 block, in quarters of an INT4 block's: sums are shifted between groups of them
+INT8_COST = 6  # of an INT8 block, in quarters of an INT4 block's: sums are shifted between groups of them
 # Clusters of so many ctas, one a multiprocessor, that find room on an H200 at once (cuOccupancyMaxActiveClusters): a
 # cluster lies in one group of multiprocessors, of which an H200 has eight, up to 18 each.
 AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}

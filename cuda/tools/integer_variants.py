@@ -21,20 +21,10 @@ PART = 2048  # rows of a problem that are compared with the reference before it 
 
 
 def split_candidates(m: int) -> list[IntegerTiles]:
-    """Tiles that a cluster shares: as many stages as there is room for beside the sums, or with sums in their place."""
-    if m > 256:
-        kinds = [(128, 2, 7, 2), (256, 2, 5, 2), (192, 2, 6, 2), (128, 3, 6, 2)]
-    elif m > 128:
-        kinds = [(128, 2, 7, 2), (256, 2, 5, 2), (256, 2, 5, 3), (256, 2, 5, 4), (192, 2, 6, 3), (128, 3, 6, 2)]
-    elif m > 64:
-        kinds = [(128, 2, 7, 2), (128, 2, 7, 3), (128, 2, 7, 4), (96, 2, 9, 4), (64, 2, 12, 2), (64, 3, 9, 2)]
-    elif m > 32:
-        kinds = [(64, 2, 12, 2), (64, 2, 11, 4), (64, 3, 9, 4)]
-    else:
-        n = 8 if m <= 8 else 16 if m <= 16 else 32
-        batch = 2 if m > 16 else 3
-        return [IntegerTiles(n, stages=14, stream=0, batch=batch, split=split) for split in (2, 4)]
-    return [IntegerTiles(n, row_wgs=w, stages=stages, stream=0, split=split) for n, w, stages, split in kinds]
+    """Of tiles that a cluster shares those that won for as many tokens."""
+    rows = [row for row in gemm.integer_table() if row.get("min_tokens", 1) <= m <= row.get("max_tokens", m)]
+    won = [tiles for tiles in map(gemm.tiles_of, rows) if tiles.split > 1]
+    return list(dict.fromkeys(won))
 
 
 def integer_candidates(m: int) -> list[IntegerTiles]:

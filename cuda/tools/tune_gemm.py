@@ -2,7 +2,7 @@
 
     python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
     python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
-        (with --share 0 each behind a quantization, as a decoder has it; --alone: without)
+        (with --share 0 each behind a quantization, as a decoder has it; --alone: without; --out FILE: for fit_tiles.py)
     python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
     python cuda/tools/tune_gemm.py compile                     # every variant that tune would use; needs no GPU
 
@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from fit_tiles import names_of
 from integer_variants import IntegerProblem, integer_candidates, integer_problems
 
 from comet_cuda import w4ax_gemm_integer as integer
@@ -278,7 +279,13 @@ def compile_all(variants: Iterable[Any], verbose: bool = False) -> None:
 
 
 def tune(
-    batches: list[int], shapes: list[tuple[int, int]], given: list[Any], pdl: bool, share: int, behind: bool
+    batches: list[int],
+    shapes: list[tuple[int, int]],
+    given: list[Any],
+    pdl: bool,
+    share: int,
+    behind: bool,
+    out: Path | None,
 ) -> None:
     compile_all(tiles for m in batches for tiles in (given or candidates(m, share)))
     for m in batches:
@@ -291,6 +298,10 @@ def tune(
             for tiles in given or candidates(m, share):
                 us = problem.time(tiles, pdl, behind=True) if behind else problem.time(tiles, pdl)
                 totals.setdefault(tiles, []).append(base / us)
+                if out and share == TOKEN and us < float("inf"):
+                    found = {"m": m, "n": n, "k": k, "behind": behind, "us": us, "tiles": names_of(tiles)}
+                    with out.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
                 print(f"    {short(tiles):30s} {us:9.2f} us  {base / us:5.2f}x  {bound / us:5.1%} of bound")
             del problem
         for tiles, ratios in sorted(totals.items(), key=lambda item: -geometric_mean(item[1])):
@@ -380,7 +391,7 @@ def main() -> None:
         sys.exit(check() > 0)
     if args.verb == "tune":
         behind = args.share == TOKEN and not args.alone
-        tune(batches, shapes, given, not args.no_pdl, args.share, behind)  # type: ignore[arg-type]
+        tune(batches, shapes, given, not args.no_pdl, args.share, behind, args.out)  # type: ignore[arg-type]
     else:
         bench(args.out, batches, shapes, not args.no_pdl, args.share)  # type: ignore[arg-type]
 

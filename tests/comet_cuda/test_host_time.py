@@ -27,8 +27,11 @@ from tests.comet_cuda.test_driver import Driver
 from tests.comet_cuda.test_quantize_act_emulated import aligned
 
 TOKENS, CHANNELS, ROWS, BLOCKS, EIGHTS = 9, 640, 192, 5, 2
+PLAN = gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS).plan(TOKENS, ROWS, BLOCKS, EIGHTS, 132)
+PAD = (0,) * ((len(PLAN.schedule) + 5) % 2)
+GEMM = f"<9Q{4 + len(PLAN.schedule) + 1 + len(PAD)}i"  # its parameter
 # Bytes of the kernels' parameter.
-SIZES = {"quantize_row": 104, "quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": 128}
+SIZES = {"quantize_row": 104, "quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": struct.calcsize(GEMM)}
 FOLDER = str(Path(__file__).parent)
 MOST_CALLS = {
     "quantize_token": 25,
@@ -144,11 +147,10 @@ def test_launchers_write_what_the_kernels_read(hopper: Hopper) -> None:
     y = o.multiply(found, bias)
     assert (y.shape, y.dtype) == ((TOKENS, ROWS), torch.bfloat16)
     ((shape, packed),) = hopper.launches
-    fields = struct.unpack("<9Q14i", packed)
+    fields = struct.unpack(GEMM, packed)
     assert list(fields[:9]) == [*at(o.rows.records, o.rows.base, codes, multiples, scale, bias, y), *Memory.addresses]
-    plan = gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS).plan(TOKENS, ROWS, BLOCKS, EIGHTS, 132)
-    assert fields[9:] == (TOKENS, ROWS, 2, 3, *plan.schedule, EIGHTS, 0)
-    assert shape[0] == plan.ctas and shape[-1] == 1  # overlaps with the kernel before it
+    assert fields[9:] == (TOKENS, ROWS, 2, 3, *PLAN.schedule, EIGHTS, *PAD)
+    assert shape[0] == PLAN.ctas and shape[-1] == 1  # overlaps with the kernel before it
 
 
 def test_a_linear_launches_what_its_two_ops_do(hopper: Hopper) -> None:
@@ -162,9 +164,9 @@ def test_a_linear_launches_what_its_two_ops_do(hopper: Hopper) -> None:
     first, second = (struct.unpack("<9Q3ifQi4x", packed) for packed in (q, q_two))
     codes, scale, multiples = first[7], first[8], first[13]
     assert {i for i in range(15) if first[i] != second[i]} <= {7, 8, 13}
-    third, fourth = (struct.unpack("<9Q14i", packed) for packed in (m, m_two))
+    third, fourth = (struct.unpack(GEMM, packed) for packed in (m, m_two))
     assert third[2:5] == (codes, multiples, scale) and third[6] == y.data_ptr()
-    assert {i for i in range(23) if third[i] != fourth[i]} <= {2, 3, 4, 6}
+    assert {i for i in range(len(third)) if third[i] != fourth[i]} <= {2, 3, 4, 6}
     assert multiples - codes == BLOCKS * 2 * 1024 and scale - multiples == 512 >= EIGHTS * 2 * 8 * 4
     with pytest.raises(gemm.CometError, match="x has 639 channels"):
         integer_linear.integer_linear(o.x[:, 1:], o.perm, o.clip, True, o.rows, None)

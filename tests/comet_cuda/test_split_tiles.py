@@ -35,7 +35,7 @@ static int here, bad;
 static unsigned* result;  // [group, atom, thread, 4], and after them how often each was stored
 inline void mbarrier_init(unsigned b, unsigned count) { arrivals[here][b] = count; }
 inline void mbarrier_expect(unsigned b, unsigned n) { --arrivals[here][b], bytes[here][b] += n; }
-inline void wait_for_cluster(unsigned) {}
+inline void wait_for_cluster(unsigned, unsigned) {}
 inline unsigned address_in_cta(unsigned at, unsigned rank) { return rank << 24 | at; }
 inline void arrive_in_cta(unsigned there) { --arrivals[there >> 24][there & 0xffffff]; }
 inline unsigned char* at_cta(unsigned there) { return memory[there >> 24] + (there & 0xffffff); }

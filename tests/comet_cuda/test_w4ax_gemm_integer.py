@@ -101,10 +101,37 @@ def test_every_row_of_the_table_fits() -> None:
                 assert plan.flags <= Workspace.FLAGS
 
 
-def test_the_edges_reach_every_variant_for_few_tokens() -> None:
-    few = {gemm.tiles_of(row) for row in gemm.integer_table() if "step_ns" not in row}
-    reached = {gemm.choose_integer_tiles(m, n, blocks) for m, n, blocks, _ in integer_variants.edges(None)}
-    assert few <= reached
+SHAPES = [*tune_gemm.SHAPES, (576, 576), (896, 4864), (4864, 896), (1536, 8960), (2048, 2048), (151936, 1536)]
+BATCHES = (1, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 160, 192, 256, 257, 300, 320, 384, 512, 1024, 4096)
+
+
+def test_every_row_is_chosen_for_some_problem() -> None:
+    left = list(gemm.integer_table())
+    for m in BATCHES:
+        for n, k in SHAPES:
+            tiles = gemm.choose_integer_tiles(m, n, k // 128)
+            holds = [row for row in left if row["min_tokens"] <= m <= row.get("max_tokens", m)]
+            left = [row for row in left if row not in holds or gemm.tiles_of(row) != tiles]
+    assert not left
+
+
+def test_choices_are_as_measured() -> None:
+    """Some of those that results/LOG.md names, and other tiles where fewer multiprocessors hold fewer clusters."""
+
+    def chosen(m: int, n: int, k: int, sms: int = 132) -> tuple[int, int, int]:
+        tiles = gemm.choose_integer_tiles(m, n, k // 128, sms)
+        return tiles.tokens, tiles.row_wgs, tiles.split
+
+    assert chosen(64, 4096, 4096) == (64, 2, 3) and chosen(64, 5120, 5120) == (64, 3, 4)
+    assert chosen(256, 4096, 4096) == (128, 2, 2) and chosen(256, 8192, 8192) == (256, 2, 2)
+    assert chosen(256, 57344, 8192)[2] == 1 and chosen(4096, 4096, 4096)[2] == 1
+    assert chosen(64, 4096, 4096, 78) == (64, 3, 3)  # 22 tiles, not 32: 23 clusters of three find room
+
+
+def test_each_number_of_tokens_has_tiles_for_as_many() -> None:
+    for m in range(1, 400):
+        tiles = gemm.choose_integer_tiles(m, 4096, 32)
+        assert m > 64 or tiles.tile_tokens < 2 * max(m, 8), m
 
 
 @pytest.mark.gpu

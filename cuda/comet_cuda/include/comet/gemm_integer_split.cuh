@@ -53,7 +53,7 @@ struct Exchange {
                 for (int to = 0; to < SPLIT; ++to)
                     if (to != rank) arrive_in_cta(address_in_cta(ring + kReadAt + 8 * rank, to));
             for (int from = 0; from < SPLIT; ++from)
-                if (from != rank) wait_for_cluster(ring + kReadAt + 8 * from);
+                if (from != rank) wait_for_cluster(ring + kReadAt + 8 * from, 0);
         }
 #pragma unroll
         for (int i = 0; i < kMostAtoms; ++i)
@@ -65,7 +65,7 @@ struct Exchange {
                     send_16(address_in_cta(place(rank, to), to) + i * kAtomBytes, four, address_in_cta(received(), to));
                 }
     }
-    __device__ __forceinline__ void wait() const { wait_for_cluster(received()); }
+    __device__ __forceinline__ void wait() const { wait_for_cluster(received(), 0); }
 
     // The others' sums of atom number `i` of the own part are added to four of this thread's.
     __device__ __forceinline__ void add(unsigned (&sums)[4], int i) const {

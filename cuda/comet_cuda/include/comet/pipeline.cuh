@@ -134,18 +134,6 @@ __device__ __forceinline__ void send_16(unsigned there, const unsigned* x, unsig
 __device__ __forceinline__ void arrive_in_cta(unsigned there) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
-__device__ __forceinline__ void wait_for_cluster(unsigned barrier) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-            "selp.u32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier)
-            : "memory");
-    } while (!done);
-}
 
 // Programmatic dependent launch: the next kernel may start; and: the previous kernel has ended and its writes are seen.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
