@@ -17,7 +17,6 @@ from comet_cuda.errors import CometError
 from comet_cuda.jit import CompiledKernel, compile_kernel
 from comet_cuda.split_tiles import barrier_and_sum_bytes, make_split_plan, waves_of
 from comet_cuda.tiles_sm90 import ARCH, OUT_KINDS, SHARED_LIMIT, TABLE, Plan, fits, make_plan
-from comet_cuda.w4ax_gemm_sm90 import Workspace
 from comet_cuda.weight_layout import ROW_TILE, record_bytes
 
 SOURCE = "w4ax_gemm_integer.cu"
@@ -42,15 +41,14 @@ class IntegerTiles:
     band: int = 8  # row groups walked together
     batch: int = 1  # INT4 blocks between two waits; 1: the next block's nibbles are expanded meanwhile
     quick: int = 0  # 1: partial sums are announced by a warp that is free, and more of them loaded at once
-    marked: int = 0  # 1: each partial sum carries a mark and is taken as soon as it is there; for up to 64 tokens
-    split: int = 1  # ctas of a cluster, which share a tile along K; above 1 with neither stream, quick nor marked
+    split: int = 1  # ctas of a cluster, which share a tile along K; above 1 with neither stream nor quick
     one_by_one: int = 0  # 1: nibbles are expanded one by one, not four at once: only to measure what that saves
     row_tiles: ClassVar[int] = 1  # a warpgroup; both as make_plan asks
     cluster: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.split > 1 and (self.stream or self.quick or self.marked):
-            raise CometError(f"{self} shares tiles in two ways", "with split, stream, quick and marked are 0")
+        if self.split > 1 and (self.stream or self.quick):
+            raise CometError(f"{self} shares tiles in two ways", "with split, stream and quick are 0")
 
     @property
     def tile_tokens(self) -> int:
@@ -86,7 +84,6 @@ class IntegerTiles:
             "ROW_WGS": self.row_wgs,
             "BATCH": self.batch,
             "QUICK": self.quick,
-            "MARKED": Workspace.FLAGS if self.marked else 0,
             "STAGES": self.stages,
             "OUT": OUT_KINDS[out_dtype],
             "CONSUMER_REGS": self.consumer_registers,

@@ -211,69 +211,8 @@ struct Consumer {
     }
 };
 
-// Partial sums of a tile that several ctas share.
-#if SPLIT > 1
-// See gemm_integer_split.cuh.
-#elif MARKED
-// Each sum lies beside a mark in one 8-byte word, which memory reads and writes whole, so that no flag follows sums through
-// the L2: whoever reads a marked sum has it. Twice the bytes, which only few tokens bear. Words are 0 before and after.
-struct Shares {
-    static constexpr int kCount = kSets * kResults;     // sums of a thread
-    static constexpr int kVectors = kCount / 2;         // of two words
-    static constexpr int kSpare = CONSUMER_REGS - 60 - kCount, kRoom = (kSpare < 64 ? kSpare : 64) / (4 * kVectors);
-    static constexpr int kOthers = kRoom < 1 ? 1 : kRoom < 4 ? kRoom : 4;  // ctas whose sums are loaded together
-    static_assert(kCount <= 32 && !QUICK, "few tokens");
-    unsigned* partials;  // not used
-    unsigned* flags;     // MARKED words on: [cta, warpgroup, kVectors, 128] of 16 bytes
-    int group, thread;
-
-    __device__ __forceinline__ uint4* place(int cta) const {
-        const long long slot = cta * ROW_WGS + group;
-        return reinterpret_cast<uint4*>(flags + MARKED) + slot * (kVectors * 128) + thread;
-    }
-    __device__ __forceinline__ void give(const unsigned (&acc)[kSets][kResults], int cta) const {
-        uint4* to = place(cta);
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i)
-            store_words(to + i * 128, make_uint4(acc[2 * i / kResults][2 * i % kResults], 1,
-                                                 acc[2 * i / kResults][2 * i % kResults + 1], 1));
-    }
-    // Add the sums of ctas first .. last. What has not come yet is waited for by one lane a warp.
-    __device__ __forceinline__ void take(unsigned (&acc)[kSets][kResults], int first, int last) const {
-        for (int other = first; other <= last; other += kOthers) {
-            uint4 parts[kOthers][kVectors];
-            while (!load(parts, other, last)) {
-                if ((thread & 31) == 0)
-                    for (int from = other; from <= min(other + kOthers - 1, last); ++from)
-                        while (load_words(place(from) + (kVectors - 1) * 128).w == 0) {
-                        }
-                __syncwarp();
-            }
-#pragma unroll
-            for (int i = 0; i < kOthers * kVectors; ++i) {
-                const int from = other + i / kVectors, at = i % kVectors;
-                if (from > last) continue;
-                store_words(place(from) + at * 128, make_uint4(0, 0, 0, 0));
-                acc[2 * at / kResults][2 * at % kResults] += parts[i / kVectors][at].x;
-                acc[2 * at / kResults][2 * at % kResults + 1] += parts[i / kVectors][at].z;
-            }
-        }
-    }
-    // Sums of kOthers ctas. Returns whether all of the warp's are there.
-    __device__ __forceinline__ bool load(uint4 (&parts)[kOthers][kVectors], int other, int last) const {
-        unsigned marks = 1;
-#pragma unroll
-        for (int i = 0; i < kOthers * kVectors; ++i)
-            if (other + i / kVectors <= last)
-                parts[i / kVectors][i % kVectors] = load_words(place(other + i / kVectors) + i % kVectors * 128);
-#pragma unroll
-        for (int i = 0; i < kOthers * kVectors; ++i)
-            if (other + i / kVectors <= last) marks &= parts[i / kVectors][i % kVectors].y & parts[i / kVectors][i % kVectors].w;
-        return __all_sync(0xffffffffu, marks);
-    }
-};
-#else
-// And a flag for each warpgroup: 1 when they are there.
+#ifndef SPLIT
+// Partial sums of a tile that several ctas share, and a flag for each warpgroup: 1 when they are there.
 struct Shares {
     static constexpr int kCount = kSets * kResults;                         // sums of a thread
 #if QUICK

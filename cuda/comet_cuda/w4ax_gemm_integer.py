@@ -116,7 +116,7 @@ def _call(
     chosen = tiles or choose_integer_tiles(tokens, rows, blocks, sm_count(device))
     plan = chosen.plan(tokens, rows, blocks, int8_blocks, sm_count(device))
     memory = workspace(device)
-    if plan.partial_floats > (memory.MARKED_SUMS if chosen.marked else memory.FLOATS) or plan.flags > memory.FLAGS:
+    if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
     if not 0 <= int8_blocks <= blocks:
         raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")

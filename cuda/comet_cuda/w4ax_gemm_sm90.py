@@ -73,16 +73,14 @@ def prepare_weight_sm90(qweight: Tensor, w_scale: Tensor, w_zero: Tensor | None,
 
 
 class Workspace:
-    """Partial sums, and flags of tiles that several ctas share, behind them sums with a mark each (see
-    w4ax_gemm_integer.cu). Flags and marked sums are zero whenever no kernel runs."""
+    """Partial sums, and flags of tiles that several ctas share, which are zero whenever no kernel runs."""
 
     FLOATS = 6 << 20
     FLAGS = 4096
-    MARKED_SUMS = 9 << 17  # sums, 8 bytes each
 
     def __init__(self, device: int) -> None:
         self.partials = torch.empty(self.FLOATS, dtype=torch.float32, device=f"cuda:{device}")
-        self.flags = torch.zeros(self.FLAGS + 2 * self.MARKED_SUMS, dtype=torch.int32, device=f"cuda:{device}")
+        self.flags = torch.zeros(self.FLAGS, dtype=torch.int32, device=f"cuda:{device}")
         self.addresses = (self.partials.data_ptr(), self.flags.data_ptr())
 
 

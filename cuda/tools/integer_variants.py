@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -77,7 +76,7 @@ def _candidates(m: int) -> list[IntegerTiles]:
             IntegerTiles(n, row_wgs=3, stages=12, batch=3),
             IntegerTiles(n, row_wgs=1, stages=28, batch=4),
         ]
-    return [*few, *(replace(tiles, marked=1) for tiles in few if tiles.stream)]
+    return few
 
 
 def random_operands(

@@ -74,7 +74,7 @@ def gemm_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
     for tiles in variants():
         m = 257 if tiles.tokens > 64 else tiles.tokens + 1
         name = f"gemm, {m} tokens, n{tiles.tokens}x{tiles.token_tiles} w{tiles.row_wgs} s{tiles.stages}"
-        name += " quick" * tiles.quick + " marked" * tiles.marked + f" split {tiles.split}" * (tiles.split > 1)
+        name += " quick" * tiles.quick + f" split {tiles.split}" * (tiles.split > 1)
         yield name, lambda m=m, tiles=tiles: step(m, 0 if tiles.quick else BLOCKS, tiles)  # type: ignore[misc]
 
 

@@ -240,7 +240,7 @@ def short(tiles: Any) -> str:
         text += f" b{tiles.batch} band {tiles.band}"
         if tiles.split > 1:
             return text + f" split {tiles.split}"
-        return text + " quick" * tiles.quick + " marked" * tiles.marked + " whole" * (not tiles.stream)
+        return text + " quick" * tiles.quick + " whole" * (not tiles.stream)
     text = f"n{tiles.tokens} w{tiles.row_wgs}x{tiles.row_tiles} c{tiles.cluster} s{tiles.stages} x{tiles.ctas_per_sm}"
     text += f" b{tiles.batch} f{tiles.flight}" + " zp" * tiles.zero_product
     return text + " whole" * (not tiles.stream)

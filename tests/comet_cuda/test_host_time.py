@@ -47,7 +47,7 @@ CACHES = (
 
 
 class Memory:
-    FLOATS, FLAGS, MARKED_SUMS, addresses = 1 << 30, 1 << 30, 1 << 30, (4096, 8192)
+    FLOATS, FLAGS, addresses = 1 << 30, 1 << 30, (4096, 8192)
 
     def __init__(self, device: int) -> None: ...
 

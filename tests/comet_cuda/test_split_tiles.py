@@ -173,6 +173,6 @@ def test_waves_count_clusters_that_find_room() -> None:
 
 
 def test_tiles_are_shared_in_one_way_only() -> None:
-    for other in ("stream", "quick", "marked"):
+    for other in ("stream", "quick"):
         with pytest.raises(CometError, match="two ways"):
             replace(S, **{other: 1})

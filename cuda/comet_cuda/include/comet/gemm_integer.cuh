@@ -1,9 +1,9 @@
 // The sm_90a GEMM for integer scales: its sizes, all known at compile time, and its parameter.
 //
 // Compile-time: TOKENS (n of wgmma), TOKEN_TILES (of TOKENS, a warpgroup), ROW_WGS (consumer warpgroups, 64 rows each),
-// BATCH (INT4 blocks between two waits), QUICK (1) and MARKED (where marked words begin, or 0): see Shares; STAGES,
-// CONSUMER_REGS, PRODUCER_REGS and OUT (0 bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once;
-// SPLIT, if it is not 1: ctas of a cluster, which share a tile along K.
+// BATCH (INT4 blocks between two waits), QUICK (0 or 1: see Shares), STAGES, CONSUMER_REGS, PRODUCER_REGS and OUT (0
+// bf16, 1 fp16, 2 f32); ONE_BY_ONE if nibbles are not expanded four at once; SPLIT, if it is not 1: ctas of a cluster,
+// which share a tile along K.
 #pragma once
 
 #include "comet/tile_schedule.cuh"
@@ -38,7 +38,7 @@ struct Operands {
     const float* bias;               // [rows] or null
     void* out;                       // [tokens, rows]
     unsigned* partials;              // [ctas, warpgroup, kSets * kResults, 128]
-    unsigned* flags;                 // [ctas, warpgroup]; MARKED words on, marked partial sums
+    unsigned* flags;                 // [ctas, warpgroup]
     int tokens, rows, atoms, row_tiles;
     Schedule schedule;
     int int8_blocks;                 // the first ones

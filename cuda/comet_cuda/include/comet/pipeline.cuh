@@ -167,19 +167,6 @@ __device__ __forceinline__ void store_release(unsigned* at, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Two 8-byte words of global memory, each of them read and written whole, by any cta of the GPU.
-__device__ __forceinline__ uint4 load_words(const uint4* at) {
-    unsigned long long a, b;
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
-    return make_uint4(unsigned(a), unsigned(a >> 32), unsigned(b), unsigned(b >> 32));
-}
-
-__device__ __forceinline__ void store_words(uint4* at, const uint4& words) {
-    const unsigned long long a = words.x | (static_cast<unsigned long long>(words.y) << 32);
-    const unsigned long long b = words.z | (static_cast<unsigned long long>(words.w) << 32);
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(at), "l"(a), "l"(b) : "memory");
-}
-
 __device__ __forceinline__ float load_l2(const float* at) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at));
