@@ -8,7 +8,7 @@ the float rounding of larger matrix products.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from importlib import metadata
@@ -33,6 +33,7 @@ LOGIT_BYTES = 2 << 30  # of one batch's float32 logits, of which two copies live
 GPU_SHARE = 0.1  # or so much of a GPU's free memory, if that is more
 METRICS = ("acc", "acc_norm")
 Key = TypeVar("Key")
+Values = dict[str, dict[str, list[float]]]  # task -> metric -> one value a document
 
 
 class Scorer:
@@ -167,6 +168,7 @@ def evaluate_zero_shot(
     dtype: str = "auto",
     compare: bool = True,
     progress: Progress,
+    known: Callable[[list[dict[str, Any]]], None] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Accuracy of one model on lm-eval's tasks, zero-shot.
 
@@ -175,6 +177,7 @@ def evaluate_zero_shot(
         tasks: lm-eval's names. limit: only the first so many documents of each.
         open_page: "16bit" for the KV cache's rule, "4bit" to read the open page in 4 bit too.
         device, dtype: "auto" or torch names. compare: also the 16-bit model of a packed one, for the paired difference.
+        known: is given the records of each task when the last model has answered it, and the average's at the end.
 
     Returns:
         eval records: per task and metric (acc; acc_norm where the task has it) value, stderr, and where compared drop
@@ -187,16 +190,25 @@ def evaluate_zero_shot(
     loaded = load_tasks(tasks, open_page)
     device, compute = resolve_compute(device, dtype)
     who = describe(str(model_spec), open_page, device, compute)
-    values = _all_documents(who, loaded, limit, progress)
     base = base_of(who, progress) if compare else None
-    records = []
+    values: Values = {}
+    base_values: Values = {}
+    own: list[dict[str, Any]] = []
+    sixteen: list[dict[str, Any]] = []
+
+    def answered(one: LoadedTask) -> None:
+        new = _records(who, one, limit, values[one.name], base_values.get(one.name))
+        more = [] if base is None else _records(base, one, limit, base_values[one.name], None)
+        own.extend(new)
+        sixteen.extend(more)
+        known([*new, *more])
+
+    _answer(who, loaded, limit, progress, values, answered if base is None else lambda one: None)
     if base is not None:
-        base_values = _all_documents(base, loaded, limit, progress)
-        records = _records(who, loaded, limit, values, base_values)
-        records += _records(base, loaded, limit, base_values, None)
-    else:
-        records = _records(who, loaded, limit, values, None)
-    return records
+        _answer(base, loaded, limit, progress, base_values, answered)
+    averages = _average(own, who), [] if base is None else _average(sixteen, base)
+    known([*averages[0], *averages[1]])
+    return [*own, *averages[0], *sixteen, *averages[1]]
 
 
 def base_of(who: Contestant, progress: Progress) -> Contestant | None:
@@ -206,30 +218,35 @@ def base_of(who: Contestant, progress: Progress) -> Contestant | None:
     return describe(who.base, "16bit", who.device, who.dtype)
 
 
-def _all_documents(
-    who: Contestant, tasks: Sequence[LoadedTask], limit: int | None, progress: Progress
-) -> dict[str, dict[str, list[float]]]:
-    """Per task and metric one value a document; the model leaves memory at the end."""
+def _answer(
+    who: Contestant,
+    tasks: Sequence[LoadedTask],
+    limit: int | None,
+    progress: Progress,
+    values: Values,
+    answered: Callable[[LoadedTask], None],
+) -> None:
+    """Per task and metric one value a document, into `values`; the model leaves memory at the end."""
     scorer = Scorer(who)
-    values = {}
     for loaded in tasks:
         requests = requests_of(loaded, limit)
         store = Store(who, loaded)
         scorer.score(requests, store, progress, f"{loaded.name}, {who.recipe}")
         values[loaded.name] = document_metrics(loaded.task, requests, store)
+        answered(loaded)
     del scorer
     if who.device.startswith("cuda"):
         torch.cuda.empty_cache()
-    return values
 
 
 def _records(
     who: Contestant,
-    tasks: Sequence[LoadedTask],
+    loaded: LoadedTask,
     limit: int | None,
-    values: dict[str, dict[str, list[float]]],
-    base: dict[str, dict[str, list[float]]] | None,
+    values: dict[str, list[float]],
+    base: dict[str, list[float]] | None,
 ) -> list[dict[str, Any]]:
+    """Of one task."""
     shared = {
         "kind": "eval",
         "model": who.name,
@@ -242,19 +259,19 @@ def _records(
         "provenance": provenance(recipe_digest=who.recipe_digest, device=who.device),
     }
     records: list[dict[str, Any]] = []
-    for loaded in tasks:
-        for metric, own in values[loaded.name].items():
-            value, error = mean_and_error(own)
-            one = shared | {"task": loaded.name, "metric": metric, "windows": len(own), "value": value, "stderr": error}
-            if base is not None:
-                pairs = zip(base[loaded.name][metric], own, strict=True)
-                one["drop"], one["drop_stderr"] = mean_and_error([before - after for before, after in pairs])
-            records.append(one | {"protocol": protocol(who, loaded, len(own))})
-    return records + _average(shared, [r for r in records if r["metric"] == "acc"], who)
+    for metric, own in values.items():
+        value, error = mean_and_error(own)
+        one = shared | {"task": loaded.name, "metric": metric, "windows": len(own), "value": value, "stderr": error}
+        if base is not None:
+            pairs = zip(base[metric], own, strict=True)
+            one["drop"], one["drop_stderr"] = mean_and_error([before - after for before, after in pairs])
+        records.append(one | {"protocol": protocol(who, loaded, len(own))})
+    return records
 
 
-def _average(shared: dict[str, Any], accuracies: list[dict[str, Any]], who: Contestant) -> list[dict[str, Any]]:
+def _average(records: list[dict[str, Any]], who: Contestant) -> list[dict[str, Any]]:
     """The mean over the paper's five tasks if all were run, else over all that were; tasks count alike."""
+    accuracies = [r for r in records if r["metric"] == "acc"]
     chosen = [r for r in accuracies if r["task"] in PAPER_TASKS]
     chosen = chosen if len(chosen) == len(PAPER_TASKS) else accuracies
     if len(chosen) < 2:
@@ -267,8 +284,7 @@ def _average(shared: dict[str, Any], accuracies: list[dict[str, Any]], who: Cont
         return math.sqrt(sum(r[key] ** 2 for r in chosen)) / len(chosen)
 
     documents = sum(r["windows"] for r in chosen)
-    one = shared | {"task": "average", "metric": "acc", "windows": documents, "value": mean("value")}
-    one["stderr"] = error("stderr")
+    one = chosen[-1] | {"task": "average", "windows": documents, "value": mean("value"), "stderr": error("stderr")}
     if "drop" in chosen[0]:
         one |= {"drop": mean("drop"), "drop_stderr": error("drop_stderr")}
     names = ", ".join(r["task"] for r in chosen)

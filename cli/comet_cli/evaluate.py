@@ -119,7 +119,8 @@ def measure(
         progress=console.progress(),
     )
     first = records[0]
-    keep(records, record, f"{first['model']} on {first['task']}", table_rows(records), json=json)
+    write(records, record)
+    show(records, record, f"{first['model']} on {first['task']}", table_rows(records), json=json)
 
 
 def ask(
@@ -147,11 +148,20 @@ def ask(
         dtype=dtype,
         compare=compare,
         progress=console.progress(),
+        known=lambda found: write(found, record),
     )
-    keep(records, record, f"{records[0]['model']}, zero-shot", task_rows(records), json=json)
+    show(records, record, f"{records[0]['model']}, zero-shot", task_rows(records), json=json)
 
 
-def keep(
+def write(records: Sequence[dict[str, Any]], file: Path | None) -> None:
+    """Append records to a file."""
+    from comet_core.results import append
+
+    for one in records:
+        append(file or runs.RUNS / "eval.jsonl", one)
+
+
+def show(
     records: Sequence[dict[str, Any]],
     file: Path | None,
     title: str,
@@ -159,19 +169,14 @@ def keep(
     *,
     json: bool,
 ) -> None:
-    """Append records to a file, and show them as a table or as JSON lines."""
-    from comet_core.results import append
-
-    file = file or runs.RUNS / "eval.jsonl"
-    for one in records:
-        append(file, one)
+    """Records as a table or as JSON lines, and where they are kept."""
     if json:
         for one in records:
             console.data_json(one)
     else:
         console.table(title, rows)
         console.data(protocol_line(records[0]["protocol"]))
-    console.talk(f"records: {file}")
+    console.talk(f"records: {file or runs.RUNS / 'eval.jsonl'}")
 
 
 def table_rows(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

@@ -133,6 +133,33 @@ def test_records_hold_paired_errors_and_both_metrics(packed: Any, data: Path) ->
     assert table.count("\n") == 3 and "hellaswag" in table.splitlines()[0]
 
 
+def test_records_of_a_task_are_known_before_the_next_is_asked(packed: Any, data: Path, monkeypatch: Any) -> None:
+    """A run that is stopped in the 16-bit model's second task has given the first one's records, paired."""
+    known: list[list[Any]] = []
+    original = Scorer.score
+
+    def stopping(self: Scorer, requests: Any, store: Any, progress: Any, label: str) -> None:
+        if label == stop_at:
+            raise KeyboardInterrupt
+        original(self, requests, store, progress, label)
+
+    monkeypatch.setattr(Scorer, "score", stopping)
+    stop_at = "lambada_openai, fp16"
+    run = lambda: evaluate_zero_shot(  # noqa: E731
+        packed.packed, tasks=["piqa", "lambada_openai"], progress=SilentProgress(), device="cpu", known=known.append
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [{(r["task"], r["recipe"] == "fp16", "drop" in r) for r in given} for given in known] == [
+        {("piqa", False, True), ("piqa", True, False)}
+    ]
+    known.clear()
+    stop_at = ""
+    records = run()
+    assert [given[0]["task"] for given in known] == ["piqa", "lambada_openai", "average"]
+    assert sorted(str(record) for given in known for record in given) == sorted(map(str, records))
+
+
 def test_the_error_of_a_difference_is_paired() -> None:
     before, after = [1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0, 0.0]
     mean, error = mean_and_error([b - a for b, a in zip(before, after, strict=True)])
