@@ -155,7 +155,7 @@ class IntegerProblem:
 
 
 def edges(tiles: IntegerTiles | None) -> list[tuple[int, int, int, int]]:
-    """Tokens, rows, blocks and INT8 blocks to try a variant with (None: the table's, each in its range of rows)."""
+    """Tokens, rows, blocks and INT8 blocks to try a variant with (None: what the table chooses for them)."""
     if tiles is not None:
         mixes = ((39, 14), (16, 0), (9, 9), (70, 11), (4, 2), (1, 1), (33, 1))
         cases = [(m, n, *mix) for mix in mixes for m, n in ((1, 1023), (65, 520), (300, 8))]

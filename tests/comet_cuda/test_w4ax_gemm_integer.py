@@ -1,7 +1,9 @@
 """The GEMM for integer scales: layouts and op on the CPU, and on an sm_90 GPU every edge, exactly."""
 
 import sys
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from comet_cuda.tiles_sm90 import SHARED_LIMIT
 from comet_cuda.w4ax_gemm import w4ax_gemm_ref
 from comet_cuda.w4ax_gemm_sm90 import Workspace
 from comet_cuda.weight_layout import tile_activations_integer_sm90, untile_activations_integer_sm90
+from tests.comet_cuda.test_gemm_producers import place_of, walk
 
 on_sm90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
@@ -128,10 +131,38 @@ def test_choices_are_as_measured() -> None:
     assert chosen(64, 4096, 4096, 78) == (64, 3, 3)  # 22 tiles, not 32: 23 clusters of three find room
 
 
-def test_each_number_of_tokens_has_tiles_for_as_many() -> None:
-    for m in range(1, 400):
-        tiles = gemm.choose_integer_tiles(m, 4096, 32)
-        assert m > 64 or tiles.tile_tokens < 2 * max(m, 8), m
+@pytest.mark.parametrize(("rows", "blocks"), [(4096, 32), (896, 7), (57344, 64)])
+def test_each_number_of_tokens_has_tiles_for_as_many(rows: int, blocks: int) -> None:
+    """Up to 128 one tile holds all tokens, so weights are read once, and no more than half of it is padding."""
+    for m in range(1, 129):
+        assert m <= gemm.choose_integer_tiles(m, rows, blocks).tile_tokens < 2 * max(m, 8), m
+
+
+def test_plans_deal_each_block_of_each_tile_once() -> None:
+    random, kinds = Random(1), Counter[str]()
+    for _ in range(400):
+        m, n, blocks = random.randint(1, 600), random.choice((1, 64, 520, 1023, 4100, 9000)), random.randint(1, 60)
+        eights, sms = random.choice((0, 1, blocks // 6, blocks)), random.choice((16, 78, 114, 132))
+        tiles = gemm.choose_integer_tiles(m, n, blocks, sms)
+        schedule, ctas = (plan := tiles.plan(m, n, blocks, eights, sms)).schedule, plan.ctas
+        count = -(-n // (64 * tiles.row_wgs)) * -(-m // tiles.tile_tokens)
+        dealt = Counter(turn for cta in range(ctas) for turn in walk(schedule, cta, ctas))
+        assert len(dealt) == dealt.total() == count * blocks, (m, n, blocks, eights, sms)
+        places = {place_of(schedule, tile) for tile in range(count)}
+        assert places == {(row, token) for row in range(schedule[2]) for token in range(schedule[3])}
+        kinds["split" if tiles.split > 1 else "stream" if schedule[0] else "whole"] += 1
+    assert min(kinds[kind] for kind in ("split", "stream", "whole")) > 40, kinds
+
+
+RUNS = [(1, 4096, 4096), (64, 4096, 4096), (300, 4096, 4096), (1, 64, 16384), (64, 64, 16384)]
+GRAPHS = [(3, 1024, 2048), (200, 1024, 2048), (3, 64, 16384)]
+
+
+@pytest.mark.parametrize("problems", [RUNS, GRAPHS])
+def test_repeated_runs_meet_shared_tiles_and_streamed_ones(problems: list[tuple[int, int, int]]) -> None:
+    """Streamed ones alone leave flags in the workspace, which the next run finds."""
+    chosen = [gemm.choose_integer_tiles(m, n, k // 128) for m, n, k in problems]
+    assert any(tiles.split > 1 for tiles in chosen) and any(tiles.stream for tiles in chosen)
 
 
 @pytest.mark.gpu
@@ -160,18 +191,18 @@ def test_every_variant_is_right(tiles: gemm.IntegerTiles) -> None:
 
 @pytest.mark.gpu
 @on_sm90
-@pytest.mark.parametrize("m", [1, 64, 300])
-def test_a_thousand_runs_are_bit_equal(m: int) -> None:
-    assert integer_variants.IntegerProblem(m, 4096, 4096, 5, 1).problem(None, 1000) == ""
+@pytest.mark.parametrize(("m", "n", "k"), RUNS)
+def test_a_thousand_runs_are_bit_equal(m: int, n: int, k: int) -> None:
+    assert integer_variants.IntegerProblem(m, n, k, 5, 1).problem(None, 1000) == ""
 
 
 @pytest.mark.gpu
 @on_sm90
-@pytest.mark.parametrize("m", [3, 200])
-def test_graphs_and_torch_compile(m: int) -> None:
-    problem = integer_variants.IntegerProblem(m, 1024, 2048, 3, 1)
+@pytest.mark.parametrize(("m", "n", "k"), GRAPHS)
+def test_graphs_and_torch_compile(m: int, n: int, k: int) -> None:
+    problem = integer_variants.IntegerProblem(m, n, k, 3, 1)
     operands = (problem.x, problem.words, problem.scale)
-    weight = gemm.IntegerWeight(problem.sets[0], problem.base, 1024, 3)
+    weight = gemm.IntegerWeight(problem.sets[0], problem.base, n, 3)
     want = gemm.w4ax_gemm_integer(*operands, weight, m)
     compiled = torch.compile(lambda x, w, s: gemm.w4ax_gemm_integer(x, w, s, weight, m) * 1, fullgraph=True)
     assert torch.equal(compiled(*operands), want)
