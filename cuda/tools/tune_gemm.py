@@ -1,6 +1,6 @@
 """Check, tune and time the sm_90a GEMM on a GPU: one call builds, checks and times many variants.
 
-    python cuda/tools/tune_gemm.py check                       # exactness and correctness, every table row
+    python cuda/tools/tune_gemm.py check                       # exactness, and what the tables choose
     python cuda/tools/tune_gemm.py tune --m 1,16 --shapes 4096x4096,22016x4096 [--variants name=value,...;...]
         (with --share 0 each behind a quantization, as a decoder has it; --alone: without; --out FILE: for fit_tiles.py)
     python cuda/tools/tune_gemm.py bench --out FILE.jsonl      # the table's choices against bf16 cuBLAS, all shapes
@@ -298,7 +298,7 @@ def tune(
             for tiles in given or candidates(m, share):
                 us = problem.time(tiles, pdl, behind=True) if behind else problem.time(tiles, pdl)
                 totals.setdefault(tiles, []).append(base / us)
-                if out and share == TOKEN and us < float("inf"):
+                if out and us < float("inf"):
                     found = {"m": m, "n": n, "k": k, "behind": behind, "us": us, "tiles": names_of(tiles)}
                     with out.open("a") as file:
                         file.write(json.dumps(found) + "\n")
@@ -375,11 +375,11 @@ def main() -> None:
     parser.add_argument("--variants", default="")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--alone", action="store_true", help="tune integer scales without a quantization before each")
-    parser.add_argument(
-        "--share", type=int, default=1, choices=(1, TOKEN), help="1: a scale a block; 0: integer scales"
-    )
+    parser.add_argument("--share", type=int, default=1, choices=(1, TOKEN), help="0: integer scales; 1: one a block")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.verb == "tune" and args.out and args.share != TOKEN:
+        parser.error("tune keeps times of integer scales alone: --out wants --share 0")
     batches = [int(m) for m in args.m.split(",")]
     shapes = [tuple(map(int, s.split("x"))) for s in args.shapes.split(",") if s] or list(SHAPES)
     given = parse_variants(args.variants, args.share) if args.variants else []
