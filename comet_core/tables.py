@@ -168,7 +168,8 @@ def without_peers(records: list[Record]) -> list[Record]:
 def peer_table(records: list[Record]) -> str:
     """Kernels beside COMET's in one run: speed-up over bf16 cuBLAS, M by M, geometric means over the run's shapes."""
     groups: dict[tuple[str, str, bool], dict[int, list[Record]]] = {}
-    for r in latest(peer_runs(records), ("path", "includes_quantize", "n", "k", "m")):
+    timed = [r for r in peer_runs(records) if (r["speedup"] or 0) > 0]
+    for r in latest(timed, ("path", "weight_symmetry", "includes_quantize", "n", "k", "m")):
         kind = (r["path"], r["weight_symmetry"], r["includes_quantize"])
         groups.setdefault(kind, {}).setdefault(r["m"], []).append(r)
     batches = sorted({m for found in groups.values() for m in found})

@@ -101,6 +101,29 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert found.disk == 7 + 18 + 2000 + (packed_bytes(cut(0), recipe) if epochs else 0)
 
 
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_libraries_that_grow_with_the_first_layers_are_not_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
+) -> None:
+    """Where a GPU holds the layers, each takes no more RAM than its 16-bit and its packed bytes; a CPU's RAM holds them."""
+    spec = make_model(tmp_path / "model", 6, 128)
+
+    def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
+        peak = {"tune": int(source.config.num_hidden_layers) << 30}
+        return preflight._Run({"start": 1.0}, peak, peak, 0)
+
+    monkeypatch.setattr(preflight, "_run_small", run)
+    monkeypatch.setattr(preflight, "resolve_lanes", lambda *_: (Lanes((torch.device(on),)), torch.bfloat16))
+    recipe = with_calibration(load_recipe("w4a4kv4-tuned"), samples=8, seq_len=64)
+    whole = resolve_model(spec, weights="random")
+    cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
+    found = rehearse(cut, recipe, "pack", device=on, dtype="auto")
+    a_layer = (preflight.weights_bytes(whole, torch.bfloat16) + packed_bytes(whole, recipe)) / 6
+    assert a_layer < 1 << 20
+    assert found.memory == (int((3 << 30) + 3 * a_layer) if on == "cuda" else 6 << 30)
+    assert found.gpu_memory == 6 << 30
+
+
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])
 def test_what_no_layer_adds_to_is_not_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
     """On a GPU reading text and drawing take ten times as long as a layer. Whichever rehearsal has them a fifth slower

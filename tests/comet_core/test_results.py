@@ -190,6 +190,53 @@ def test_what_a_runner_says_stands_apart_from_accuracy() -> None:
     assert tables.TABLES["eval"]([*found, eval_record()]) == tables.TABLES["eval"]([eval_record()])
 
 
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_kernels_of_others_stand_beside_those_of_their_run() -> None:
+    """Where others ran, COMET's times are those of that run, and no other table's; weights of two kinds stand apart."""
+
+    def timed(path: str, command: str, **changes: object) -> results.Record:
+        where = {"gpu": "G", "git": "c", "command": command}
+        return bench_record() | {"path": path, "provenance": where} | changes
+
+    ours = "w4ax_gemm_integer"
+    beside = [
+        timed(ours, "peers", speedup=2.0), timed(ours, "peers", n=256, speedup=8.0),
+        timed(ours, "peers", speedup=1.5, weight_symmetry="symmetric"),
+        timed(ours, "peers", m=64, includes_quantize=True, speedup=1.25),
+        timed("marlin", "peers", weight_symmetry="g128", speedup=0.5),
+        timed("marlin", "peers", weight_symmetry="g128", m=64, speedup=None),
+    ]  # fmt: skip
+    alone = [timed(ours, "all", speedup=3.0), eval_record()]
+    found = cells(tables.peer_table([*beside, *alone]))
+    assert found == [
+        [ours, "asymmetric", "2", "4.00", ""],
+        [ours, "symmetric", "1", "1.50", ""],
+        [f"{ours} with quantize_act", "asymmetric", "1", "", "1.25"],
+        ["marlin", "g128", "1", "0.50", ""],
+    ]
+    assert tables.without_peers([*beside, *alone]) == alone
+    (row,) = cells(tables.TABLES["gemm"]([*beside, *alone]))
+    assert row[0].startswith(ours) and row[5] == "3.00"
+    assert tables.peer_table(alone) == "*No records yet.*"
+
+
+def test_long_context_pairs_the_two_caches_of_a_model() -> None:
+    def said(task: str, bits: int, value: float, length: int = 8192) -> results.Record:
+        return eval_record(task=task, value=value, seq_len=length, protocol={"kv_bits": bits})
+
+    found = [
+        said("long context", 16, 9.0), said("long context", 4, 12.25), said("long context", 16, 12.125),
+        said("passkey", 16, 1.0), said("passkey", 4, 0.98), said("passkey", 16, 0.5, length=4096), eval_record(),
+    ]  # fmt: skip
+    assert cells(tables.long_table(found)) == [
+        ["smollm2-135m, w4a4kv4", "long context, 8 x 8,192", "12.125", "12.250"],
+        ["smollm2-135m, w4a4kv4", "passkey, 8 x 8,192", "100%", "98%"],
+    ]  # at 4,096 one cache alone was asked
+
+
 def test_the_attention_table_says_when_there_was_no_baseline() -> None:
     record = bench_record() | {
         "op": "kv4_append+kv4_decode",

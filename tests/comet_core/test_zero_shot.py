@@ -160,6 +160,20 @@ def test_records_of_a_task_are_known_before_the_next_is_asked(packed: Any, data:
     assert sorted(str(record) for given in known for record in given) == sorted(map(str, records))
 
 
+@pytest.mark.parametrize(("free", "tokens"), [(0, 3532), (100 << 30, 16384), (40 << 30, 7064)])
+def test_a_gpu_with_room_takes_larger_batches(monkeypatch: Any, free: int, tokens: int) -> None:
+    """With 152,000 words 2 GiB are 3,532 rows of logits, a tenth of 40 GiB twice as many; a CPU stays with 2 GiB."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (free, 140 << 30))
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=152_000))
+    monkeypatch.setattr(zero_shot, "load_subject", lambda *_: None)
+    monkeypatch.setattr(zero_shot, "harness", lambda *_: SimpleNamespace(model=SimpleNamespace(config=config)))
+    for device, wanted in (("cuda:1", tokens), ("cpu", 2048)):
+        scorer = Scorer(SimpleNamespace(spec="", device=device, dtype=torch.bfloat16, open_page="16bit"))  # type: ignore[arg-type]
+        assert scorer.lm is not None and scorer.tokens_a_batch == wanted
+    assert asked == ["cuda:1"] and zero_shot.logit_bytes("cpu") == zero_shot.LOGIT_BYTES
+
+
 def test_the_error_of_a_difference_is_paired() -> None:
     before, after = [1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0, 0.0]
     mean, error = mean_and_error([b - a for b, a in zip(before, after, strict=True)])
