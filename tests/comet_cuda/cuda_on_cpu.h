@@ -149,11 +149,17 @@ inline u32 bf16(float x) { u32 u = bits(x); if (x != x) return 0x7FFF; return (u
 inline float reciprocal(float x) { static int n = 0; const float r = 1 / x; return value(bits(r) + (n++ % 3 - 1)); }
 }
 // pipeline.cuh. A bulk copy spoils its target at once and arrives when somebody waits, so that too early a read or
-// refill is seen.
+// refill is seen; so does what is sent to another cta, which must still be there then.
 namespace emu {
-struct Copy { Cta* cta; u32 to; const void* from; u32 bytes, barrier; };
+struct Copy { Cta* cta; u32 to; const void* from; u32 bytes, barrier; float sent; }; // sent: where there is no `from`
 inline std::deque<Copy> copies;
 inline void settle(Barrier& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.expected, b.phase ^= 1; }
+inline void arrive_first() {
+  const Copy c = copies.front(); copies.pop_front();
+  if (c.cta->running == 0) abort();
+  memcpy(c.cta->memory + c.to, c.from ? c.from : &c.sent, c.bytes);
+  Barrier& b = c.cta->barriers.at(c.barrier); b.bytes -= c.bytes; settle(b);
+}
 }
 namespace comet {
 inline char* memory_of_cta() { return emu::now->cta->memory; }
@@ -171,15 +177,11 @@ inline void mbarrier_expect(u32 at, u32 bytes) { barriers_of_cta().at(at).bytes 
 inline void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, unsigned long long) {
   if (to % 16 || bytes % 16 || (unsigned long long)from % 16) abort();
   memset(memory_of_cta() + to, 0xFF, bytes);
-  emu::copies.push_back({emu::now->cta, to, from, bytes, barrier});
+  emu::copies.push_back({emu::now->cta, to, from, bytes, barrier, 0.f});
 }
 inline void mbarrier_wait(u32 at, u32 parity) {
   while (barriers_of_cta().at(at).phase == parity) {
-    if (!emu::copies.empty()) {
-      const emu::Copy c = emu::copies.front(); emu::copies.pop_front();
-      memcpy(c.cta->memory + c.to, c.from, c.bytes);
-      emu::Barrier& b = c.cta->barriers.at(c.barrier); b.bytes -= c.bytes; emu::settle(b);
-    } else emu::yield();
+    if (!emu::copies.empty()) emu::arrive_first(); else emu::yield();
   }
 }
 inline void wait_for_cluster(u32 at, u32 parity) { mbarrier_wait(at, parity); }
@@ -197,15 +199,13 @@ inline void cluster_arrive() {
 }
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline void cluster_wait() { while (emu::cluster_generation == emu::now->cluster_generation) emu::yield(); emu::now->waited = true; }
-inline void store_in_cta(float* at, u32 rank, float x) {
-  emu::Cta& there = emu::ctas[rank];
-  if (rank >= CLUSTER || !emu::now->waited || there.running == 0) abort();
-  *(float*)(there.memory + shared_address(at)) = x;
+inline emu::Cta& other_cta(u32 rank) {
+  if (rank >= CLUSTER || !emu::now->waited || emu::ctas[rank].running == 0) abort();
+  return emu::ctas[rank];
 }
+inline void store_in_cta(float* at, u32 rank, float x) { *(float*)(other_cta(rank).memory + shared_address(at)) = x; }
 inline void send_to_cta(float* at, u32 rank, float x, u32 barrier) {
-  emu::Cta& there = emu::ctas[rank];
-  store_in_cta(at, rank, x);
-  emu::Barrier& b = there.barriers.at(barrier); b.bytes -= 4; emu::settle(b);
+  emu::copies.push_back({&other_cta(rank), shared_address(at), nullptr, 4, barrier, x});
 }
 }
 #endif
@@ -241,7 +241,23 @@ extern "C" void emulate(const PARAMS* p, int gx, int gy, int n) {
       getcontext(&f.context); f.context.uc_stack.ss_sp = f.stack.data(); f.context.uc_stack.ss_size = f.stack.size(); f.context.uc_link = nullptr;
       makecontext(&f.context, body, 0);
     }
-    for (bool any = true; any;) { any = false; for (auto& f : fibers) if (!f.done) { any = true; now = &f; swapcontext(&scheduler, &f.context); } }
+    // Threads run from the first to the last and back, of every second cta or cluster the other way round; each cta of a
+    // cluster stands still in turn.
+    long rounds = 0;
+    for (bool any = true; any;) {
+      if (++rounds > 200000) abort(); // they wait for each other
+      any = false;
+      const bool back = (rounds + x) % 2;
+      const int still = CLUSTER > 1 ? rounds / 32 % (CLUSTER + 1) : 1;
+      for (int i = 0; i < CLUSTER * n; ++i) {
+        const int at = back ? CLUSTER * n - 1 - i : i;
+        Fiber& f = fibers[at];
+        if (f.done) continue;
+        any = true, now = &f;
+        if (at / n != still) swapcontext(&scheduler, &f.context);
+      }
+    }
+    if (!copies.empty()) abort(); // on their way to ctas that have ended
     for (auto& used : memory)
       for (int i = sizeof used; i > shared_end; --i) if (used[i - 1] != char(0xFF)) shared_end = i;
   }

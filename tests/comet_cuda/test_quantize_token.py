@@ -308,7 +308,7 @@ def test_what_few_tokens_and_the_norm_leave_goes_to_ctas_that_stay() -> None:
             assert few is None or plan is None
             if plan is None:
                 narrow = rows <= (396 if channels == 584 else 132 if channels == 4096 else 0)
-                assert narrow or (not gathered and rows <= 8) or (gathered and channels > 32768)
+                assert narrow or (not gathered and rows <= 8 and channels > 8192)
                 assert few is not None or not narrow or (gathered and fuse == "silu_mul")
                 continue
             assert plan.defines(torch.bfloat16, True, fuse, gathered) in STAY_FORMS
@@ -349,7 +349,7 @@ ROW_FORMS = [dict(one.defines) for one in quantize_row.configurations("sm_90")]
     ("rows", "channels", "stay", "tokens"),
     [
         (7, 1416, 1, 2),
-        (7, 2888, 2, 2),
+        (5, 5192, 2, 2),  # more than 32 INT8 blocks
         (5, 2888, 4, 1),
         (2, 584, 2, 3),
         pytest.param(1, 40968, 2, 1, marks=pytest.mark.slow),
@@ -389,7 +389,7 @@ def norm_equal(build, rows: int, channels: int, arguments: tuple, **how) -> None
     got = emulate(build, y, arguments, "rms_norm", residual=residual, weight=weight, **how)
     assert equal(got, (wanted[0], wanted[1], wanted[2]), rows, arguments[1])
     assert torch.equal(residual, summed)
-    assert wanted[0].unique().numel() > 60
+    assert wanted[0].unique().numel() > (100 if arguments[1] else 60)
 
 
 @emulation
