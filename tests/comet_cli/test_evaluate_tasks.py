@@ -1,11 +1,13 @@
 """`comet eval --tasks`: what the table shows, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from comet_cli import evaluate, main
+from comet_core.results import read
 
 
 def record(**changes: object) -> dict[str, object]:
@@ -45,6 +47,31 @@ def test_bad_tasks_are_refused_before_the_perplexity(monkeypatch: pytest.MonkeyP
     arguments = ["eval", "nowhere", "--ppl", "pydoc", "--tasks", "piqa", "--kv-open-page", "x"]
     result = CliRunner().invoke(main.app, arguments)
     assert result.exit_code == 2 and "--kv-open-page x" in result.stderr
+
+
+def test_records_that_are_known_are_kept_when_the_rest_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="zero-shot tasks need lm-eval")
+    more = {"kind": "eval", "model": "m", "seq_len": 0, "int4_mac_fraction": None, "protocol": {}, "provenance": {}}
+    found, stops = [record(task=task, **more) for task in ("piqa", "boolq", "average")], True
+
+    def scored(*_: Any, known: Any, **__: Any) -> list[Any]:
+        for one in found:
+            known([one])
+            if stops:
+                raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr("comet_core.zero_shot.evaluate_zero_shot", scored)
+    file = tmp_path / "records.jsonl"
+    asked = ("m", "piqa,boolq", None, "16bit", "cpu", "auto")
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.ask(*asked, compare=True, record=file, json=True)
+    assert read(file) == found[:1]
+    stops = False
+    evaluate.ask(*asked, compare=True, record=file, json=True)
+    assert read(file) == [*found[:1], *found], "each once"
 
 
 @pytest.mark.parametrize("place", ["folder.jsonl", "file/records.jsonl"])

@@ -25,7 +25,8 @@ def test_baselines_bear_the_names_of_their_recipes_and_share_one_cache() -> None
     recipes = {recipe.name: recipe for recipe in variants(RESULTS / "baselines.yaml").values()}
     assert {"w4a4kv4", "w4a4kv4-tuned", "fmpq-paper", "atom", "quarot", "qoq-g128"} <= recipes.keys()
     ours = recipes["w4a4kv4"].kv_cache
-    assert all(recipes[name].kv_cache == ours for name in ("fmpq-paper+our-kv", "atom", "quarot", "qoq-g128"))
+    shared = ("fmpq-paper+our-kv", "fp16+kv", "atom", "quarot", "quarot-local", "qoq-g128", "w4a4-naive")
+    assert all(recipes[name].kv_cache == ours for name in shared)
     assert recipes["fmpq-paper"].kv_cache != ours
 
 
