@@ -105,7 +105,7 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_libraries_that_grow_with_the_first_layers_are_not_multiplied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
-    """Where a GPU holds the layers, each takes no more RAM than its 16-bit and its packed bytes; a CPU's RAM holds them."""
+    """Where a GPU holds the layers, each takes no more RAM than its 16-bit and packed bytes; a CPU's RAM holds them."""
     spec = make_model(tmp_path / "model", 6, 128)
 
     def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
