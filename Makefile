@@ -74,8 +74,8 @@ reproduce-ci: setup  ## a small table that fails where a figure or a rank moved
 reproduce-speed: setup  ## the paper's performance figures, on this GPU
 	$(PY) -m comet_cli reproduce-speed
 
-tables: setup  ## write README's tables anew from results/measured
-	$(PY) -m comet_core.tables README.md
+tables: setup  ## write the tables of README and results/README anew from results/measured
+	$(PY) -m comet_core.tables README.md results/README.md
 
 clean:  ## remove build outputs and caches (not .venv, not runs/)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,23 @@ def gemm_table(records: Iterable[Record]) -> str:
         "over",
     ]
     return markdown(header, rows)
+
+
+def peer_runs(records: Sequence[Record]) -> list[Record]:
+    """Timings of GEMMs from runs in which other people's kernels ran beside COMET's."""
+
+    def run(record: Record) -> tuple[str, str]:
+        return record["provenance"].get("git"), record["provenance"].get("command")
+
+    timed = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm"]
+    foreign = {run(r) for r in timed if not r["path"].startswith("w4ax_gemm")}
+    return [r for r in timed if run(r) in foreign]
+
+
+def without_peers(records: Sequence[Record]) -> list[Record]:
+    """All records but `peer_runs`."""
+    left_out = set(map(id, peer_runs(records)))
+    return [r for r in records if id(r) not in left_out]
 
 
 def counters_table(records: Iterable[Record]) -> str:

@@ -4,7 +4,8 @@
     ...
     <!-- end: eval -->
 
-Records come from results/measured beside the file. A test fails where README's tables are not the generated ones.
+Records come from results/measured beside the file, or measured/ where it lies in results. A test fails where the tables
+of README.md and results/README.md are not the generated ones.
 """
 
 import math
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from comet_core import headline
 from comet_core.layer_times import layer_table
 from comet_core.results import (
     COUNTERS,
@@ -24,7 +26,9 @@ from comet_core.results import (
     gemm_table,
     latest,
     markdown,
+    peer_runs,
     read,
+    without_peers,
 )
 from comet_core.serving_report import serving_table, step_table
 from comet_core.whole_files import write_text
@@ -148,23 +152,6 @@ def ablation_table(records: list[Record]) -> str:
     return markdown([*header, "tensor pipe", "imbalance"], rows)
 
 
-def peer_runs(records: list[Record]) -> list[Record]:
-    """Timings of GEMMs from runs in which other people's kernels ran beside COMET's."""
-
-    def run(record: Record) -> tuple[str, str]:
-        return record["provenance"].get("git"), record["provenance"].get("command")
-
-    timed = [r for r in records if r["kind"] == "bench" and r["op"] == "w4ax_gemm"]
-    foreign = {run(r) for r in timed if not r["path"].startswith("w4ax_gemm")}
-    return [r for r in timed if run(r) in foreign]
-
-
-def without_peers(records: list[Record]) -> list[Record]:
-    """All records but `peer_runs`."""
-    left_out = set(map(id, peer_runs(records)))
-    return [r for r in records if id(r) not in left_out]
-
-
 def peer_table(records: list[Record]) -> str:
     """Kernels beside COMET's in one run: speed-up over bf16 cuBLAS, M by M, geometric means over the run's shapes."""
     groups: dict[tuple[str, str, bool], dict[int, list[Record]]] = {}
@@ -190,6 +177,9 @@ ENOUGH = 100  # documents of a task: fewer say nothing
 
 # marker name -> what stands between the markers
 TABLES: dict[str, Callable[[list[Record]], str]] = {
+    "accuracy-short": headline.accuracy,
+    "gemm-short": headline.gemm,
+    "served-short": headline.served,
     "eval": accuracy_table,
     "vllm": vllm_table,
     "zero-shot": lambda records: zero_shot_table(
@@ -221,14 +211,15 @@ def fill(text: str, records: list[Record]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the tables of the named files anew; records come from results/measured beside each."""
+    """Write the tables of the named files anew; records come from measured/ or results/measured/ beside each."""
     if not arguments:
         print("usage: python -m comet_core.tables README.md ...", file=sys.stderr)
         return 2
     try:
         for name in arguments:
             path = Path(name)
-            records = read(path.parent / "results" / "measured")
+            near = path.parent / "measured"
+            records = read(near if near.is_dir() else path.parent / "results" / "measured")
             write_text(path, fill(path.read_text(encoding="utf-8"), records))
     except CometError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)

@@ -283,9 +283,11 @@ def test_provenance_names_code_machine_and_moment_without_local_folders(monkeypa
     assert found["torch"] and found["transformers"] and found["cpu"] and found["threads"] >= 1
 
 
-def test_readme_tables_are_the_generated_ones() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "results/README.md"])
+def test_tables_are_the_generated_ones(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
     records = results.read(ROOT / "results" / "measured")
+    assert "<!-- table: " in text
     assert tables.fill(text, records) == text, "run: make tables"
 
 
