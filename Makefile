@@ -45,6 +45,7 @@ $(STAMP): pyproject.toml | $(PY)
 	fi
 	@echo "installing comet and its tools" >&2
 	@$(PY) -m pip install $(QUIET) -e '.[dev]'
+	@$(PY) -m pip install $(QUIET) -e '.[eval]' || echo "lm-eval was not installed: comet eval --tasks will say so, and tests of it are skipped" >&2
 	@touch $@
 
 demo: setup  ## quantize SmolLM2-135M and print one table, under 10 minutes on 2 cores
