@@ -12,9 +12,9 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ def main() -> None:
         append(args.out, record)
         ratios.append(record["speedup"])
         print(", ".join(f"{key} {value}" for key, value in row_of(record).items()), flush=True)
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    mean = geometric_mean(ratios)
     print(f"geometric mean {mean:.3f}, smallest {min(ratios):.3f}")
 
 

@@ -8,6 +8,7 @@ recorded whose output was not compared with the reference first, and found bit-e
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -343,7 +344,7 @@ def summarize(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "kernel": path + (f", {ablation} off" if ablation else "") + (" + quantize_act" if quantize else ""),
                 "M": m,
                 "shapes": len(found),
-                "speed-up": f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}",
+                "speed-up": f"{geometric_mean(ratios):.2f}",
                 "smallest": f"{min(ratios):.2f}",
                 "largest": f"{max(ratios):.2f}",
                 "us, mean": f"{sum(record['median_us'] for record in found) / len(found):.1f}",

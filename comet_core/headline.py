@@ -4,10 +4,10 @@ Every figure stands in a table of results/README.md too, with its protocol; thes
 or a batch, COMET beside the best of its kind that was measured, so that a reader sees a loss as quickly as a gain.
 """
 
-import math
 from collections.abc import Sequence
+from statistics import geometric_mean
 
-from comet_core.results import Record, latest, markdown, without_peers
+from comet_core.results import Record, latest, markdown, windows_of, without_peers
 from comet_core.serving_report import scheme_of, serving_records
 
 OURS = {"w4a4kv4-tuned": "W4A4KV4, tuned", "w4a4kv4": "W4A4KV4"}
@@ -28,9 +28,9 @@ def accuracy(records: Sequence[Record]) -> str:
     ]  # fmt: skip
     most: dict[str, float] = {}
     for r in kept:
-        most[r["model"]] = max(most.get(r["model"], 0), _windows(r))
+        most[r["model"]] = max(most.get(r["model"], 0), windows_of(r))
     found: dict[str, dict[str, float]] = {}
-    for r in latest([r for r in kept if _windows(r) == most[r["model"]]], ("model", "recipe")):
+    for r in latest([r for r in kept if windows_of(r) == most[r["model"]]], ("model", "recipe")):
         found.setdefault(r["model"], {})[r["recipe"]] = r["value"]
     rows = []
     for model, of in sorted(found.items()):
@@ -49,7 +49,7 @@ def gemm(records: Sequence[Record]) -> str:
         found[r["includes_quantize"]].setdefault(r["m"], []).append(r["speedup"])
     batches = sorted(found[False])
     rows = [
-        [what] + [_figure(_geometric(found[quantized][m])) if m in found[quantized] else "" for m in batches]
+        [what] + [_figure(geometric_mean(found[quantized][m])) if m in found[quantized] else "" for m in batches]
         for quantized, what in ((False, "GEMM alone"), (True, "with quantize_act"))
     ]
     return markdown(["over bf16 cuBLAS", *(f"M = {m:,}" for m in batches)], rows)
@@ -85,11 +85,3 @@ def _compared(rows: Sequence[Record], sixteen: str, ours: str, rest: Sequence[Re
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def _windows(record: Record) -> float:
-    return math.inf if record["windows"] == "all" else float(record["windows"])

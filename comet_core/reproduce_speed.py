@@ -5,10 +5,10 @@ it on this GPU; the table only ever reads records, so figures measured elsewhere
 """
 
 import csv
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from comet_core.bench_kernel import Shape, bench_kernel, paper_shapes
@@ -79,7 +79,7 @@ def value_of(figure: Figure, records: Sequence[Record], section: dict[str, Any])
             for m in figure.kernel["batches"]
         ]
         known = [ratio for ratio in ratios if ratio is not None]
-        return math.exp(sum(map(math.log, known)) / len(known)) if known and len(known) == len(ratios) else None
+        return geometric_mean(known) if known and len(known) == len(ratios) else None
     assert figure.serving is not None
     rates = [_rate(records, figure.serving, scheme) for scheme in figure.serving["schemes"]]
     return None if None in rates else rates[0] / rates[1]  # type: ignore[operator]

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from comet_core.whole_files import CannotWrite
@@ -267,7 +268,7 @@ def gemm_table(records: Iterable[Record]) -> str:
                 "with quantize_act" if first["includes_quantize"] else "GEMM alone",
                 f"{first['m']:,}",
                 f"{len(found)}",
-                f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}",
+                f"{geometric_mean(ratios):.2f}",
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
                 _percent(sum(shares) / len(shares), 0) if (shares := _known(found, "bound_fraction")) else "",
                 first["baseline"],
@@ -302,6 +303,11 @@ def without_peers(records: Sequence[Record]) -> list[Record]:
     """All records but `peer_runs`."""
     left_out = set(map(id, peer_runs(records)))
     return [r for r in records if id(r) not in left_out]
+
+
+def windows_of(record: Record) -> float:
+    """How many windows a record scored; all of a text are more than any number."""
+    return math.inf if record["windows"] == "all" else float(record["windows"])
 
 
 def counters_table(records: Iterable[Record]) -> str:

@@ -8,11 +8,11 @@ Records come from results/measured beside the file, or measured/ where it lies i
 of README.md and results/README.md are not the generated ones.
 """
 
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from comet_core import headline
@@ -28,6 +28,7 @@ from comet_core.results import (
     markdown,
     peer_runs,
     read,
+    windows_of,
     without_peers,
 )
 from comet_core.serving_report import serving_table, step_table
@@ -60,12 +61,8 @@ def accuracy_table(records: list[Record]) -> str:
     most: dict[tuple[str, str, int], float] = {}
     for r in chosen:
         key = (r["model"], r["task"], r["seq_len"])
-        most[key] = max(most.get(key, 0), _windows(r))
-    return eval_table(r for r in chosen if _windows(r) == most[r["model"], r["task"], r["seq_len"]])
-
-
-def _windows(record: Record) -> float:
-    return math.inf if record["windows"] == "all" else float(record["windows"])
+        most[key] = max(most.get(key, 0), windows_of(r))
+    return eval_table(r for r in chosen if windows_of(r) == most[r["model"], r["task"], r["seq_len"]])
 
 
 def vllm_table(records: list[Record]) -> str:
@@ -144,7 +141,7 @@ def ablation_table(records: list[Record]) -> str:
         ]
         rows.append(
             [f"{INTEGER}, {found[0]['provenance'].get('gpu')}", f"{ablation} off" if ablation else "shipped", f"{m:,}",
-             f"{len(found)}", f"{_geometric(slower):.2f}" if ablation and slower else ""]
+             f"{len(found)}", f"{geometric_mean(slower):.2f}" if ablation and slower else ""]
             + [f"{100 * sum(r[key] for r in found) / len(found):.0f}%"
                for key in ("sm_active", "sm_throughput", "tensor_pipe", "imbalance")]
         )  # fmt: skip
@@ -162,14 +159,10 @@ def peer_table(records: list[Record]) -> str:
     batches = sorted({m for found in groups.values() for m in found})
     rows = [
         [path + (" with quantize_act" if quantized else ""), weights, str(max(map(len, found.values())))]
-        + [f"{_geometric([r['speedup'] for r in found[m]]):.2f}" if m in found else "" for m in batches]
+        + [f"{geometric_mean([r['speedup'] for r in found[m]]):.2f}" if m in found else "" for m in batches]
         for (path, weights, quantized), found in groups.items()
     ]
     return markdown(["kernel", "weights", "shapes", *(f"M = {m:,}" for m in batches)], rows)
-
-
-def _geometric(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 INTEGER = "w4ax_gemm_integer"  # the default recipe's GEMM
