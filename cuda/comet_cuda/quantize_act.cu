@@ -233,14 +233,7 @@ __device__ __forceinline__ void store_codes(const Params& p, const Destination& 
 __device__ __forceinline__ float block_largest(const float (&v)[kJoint][kSlots], const Lane& at) {
   float own[kJoint];
 #pragma unroll
-  for (int t = 0; t < kJoint; ++t) {
-    int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
-#pragma unroll
-    for (int i = 0; i < kSlots; i += 4)
-      most = max(max(most, __float_as_int(fmaxf(fabsf(v[t][i]), fabsf(v[t][i + 1])))),
-                 __float_as_int(fmaxf(fabsf(v[t][i + 2]), fabsf(v[t][i + 3]))));
-    own[t] = __int_as_float(most);
-  }
+  for (int t = 0; t < kJoint; ++t) own[t] = largest_magnitude(v[t]);
   if (kJoint == 1) return block_max(own[0], 1);
   const bool odd = at.token() == 1; // each of two lanes gives away what the other one answers for
   const float other = __shfl_xor_sync(kWarp, odd ? own[0] : own[kJoint - 1], 1);

@@ -161,12 +161,7 @@ struct Place {
 template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, float (&v)[kValues]) {
   constexpr bool kRotated = HADAMARD && kInt4;
   if (kRotated) hadamard(v, place.lane);
-  int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
-#pragma unroll
-  for (int i = 0; i < kValues; i += 4)
-    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
-               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
-  float largest = over_lanes(__int_as_float(most));
+  float largest = over_lanes(largest_magnitude(v));
   if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
   return __fmul_rn(largest, kInt4 ? divide(place.clip, 7.f, 1.f / 7.f) : divide(place.clip, 127.f, 1.f / 127.f));
 }

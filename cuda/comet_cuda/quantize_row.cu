@@ -235,12 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
 #endif
 
   if (place.start_order) hadamard_in_registers(v, lane);
-  int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
-#pragma unroll
-  for (int i = 0; i < kSlots; i += 4)
-    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
-               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
-  float largest = block_max(__int_as_float(most), 1);
+  float largest = block_max(largest_magnitude(v), 1);
   if (place.start_order) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
   const float ratio = __fmul_rn(largest, place.per_absmax);
   if (place.exists && place.lane == 0) ratios[place.block] = ratio;

@@ -232,12 +232,7 @@ __device__ __forceinline__ void read_values(const Place& place, const Memory& me
 template <bool kInt4> __device__ __forceinline__ float ratio_of(const Place& place, const Memory& memory, float (&v)[kValues]) {
   constexpr bool kRotated = HADAMARD && kInt4;
   if (kRotated) rotate(v, again(place.lane));
-  int most = 0; // non-negative floats are ordered as integers, of which three are compared at once
-#pragma unroll
-  for (int i = 0; i < kValues; i += 4)
-    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
-               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
-  float largest = over_lanes(__int_as_float(most));
+  float largest = over_lanes(largest_magnitude(v));
   if (kRotated) largest = __fmul_rn(largest, kHadamardNorm); // rounds as each value would
   return __fmul_rn(largest, memory.per_absmax[threadIdx.x / kLanes]);
 }

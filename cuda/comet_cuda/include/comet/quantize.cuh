@@ -164,6 +164,16 @@ __device__ __forceinline__ void hadamard_factors(float (&factor)[4], int lane) {
   for (int q = 0; q < 4; ++q) factor[q] = base * ((q & 2) ? s1 : 1.f) * ((q & 1) ? s2 : 1.f);
 }
 
+// Of a lane's values; non-negative floats are ordered as integers, of which three are compared at once.
+template <int kCount> __device__ __forceinline__ float largest_magnitude(const float (&v)[kCount]) {
+  int most = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4)
+    most = max(max(most, __float_as_int(fmaxf(fabsf(v[i]), fabsf(v[i + 1])))),
+               __float_as_int(fmaxf(fabsf(v[i + 2]), fabsf(v[i + 3]))));
+  return __int_as_float(most);
+}
+
 // The largest over the eight lanes of a block, of which groups of `agreed` neighbours hold the same already.
 __device__ __forceinline__ float block_max(float x, int agreed) {
 #pragma unroll
