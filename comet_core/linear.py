@@ -63,10 +63,15 @@ class W4AxLinear(nn.Module):
         """How the layer's input becomes codes."""
         return ActivationFormat(self.perm, self.block_bits, self.act_clip, self.hadamard, self.share)
 
-    def prepared(self) -> PreparedLinear:
-        """The layer in the layout of the GPU that it is on (made once)."""
+    def prepared(self, layout: str | None = None) -> PreparedLinear:
+        """The layer in the layout of the GPU that it is on (made once).
+
+        Args:
+            layout: of a GPU family, for a layer on a CPU: from then on its forward is the references of that family's
+                kernels.
+        """
         if self._prepared is None:
-            self._prepared = prepare_linear(self.qweight, self.w_scale, self.w_zero, self.inputs)
+            self._prepared = prepare_linear(self.qweight, self.w_scale, self.w_zero, self.inputs, layout)
             self._added = None if self.bias is None else self.bias.float()
         return self._prepared
 
@@ -75,7 +80,7 @@ class W4AxLinear(nn.Module):
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         if self.act_bits == 16:
             y = self._weight_only(rows)
-        elif rows.is_cuda and (self._prepared is not None or has_kernel(self)):
+        elif self._prepared is not None or (rows.is_cuda and has_kernel(self)):
             y = self.prepared()(rows, self._added)
         else:
             qx, sx = self._quantize(rows)

@@ -2,15 +2,17 @@
 
 In: a packed folder, or any 16-bit model. Out: eval records. The decision: three questions, each with its own yardstick.
 (1) Does the GPU compute what the references compute? The packed Hugging Face model on the CPU is the reference: of the
-same model on the GPU in float32, where both round alike, and of the runner in 16 bit; how far the reference in 16 bit
-and in float32 are apart says what rounding alone does to a model whose activations have 4 bits. (2) What does the 4-bit
-cache cost at 8,192 tokens? (3) Is a passkey in a long text found again? Both are answered by the same weights with a
-16-bit cache beside.
+same model on the GPU with every float operation around the packed linears rounded once (`rounded_rows`), where the two
+must agree to the bit; of it as it is, and of the runner in 16 bit. How far the reference in 16 bit and in float32 are
+apart says what rounding alone does to a model whose activations have 4 bits. (2) What does the 4-bit cache cost at
+8,192 tokens? (3) Is a passkey in a long text found again? Both are answered by the same weights with a 16-bit cache
+beside.
 
     python -m comet_core.real_text PACKED --record results/measured/real_text.jsonl
 """
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -21,19 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comet_core.corpus import load_corpus, perplexity_windows
 from comet_core.evaluate import Subject, find_subject
+from comet_core.linear import W4AxLinear, has_kernel
 from comet_core.packed import load_packed
 from comet_core.provenance import provenance
 from comet_core.results import Record, append
+from comet_core.rounded_once import rounded_once
 from comet_core.runner import BatchState, Runner
 from comet_core.runner_model import RunnerModel
 from comet_core.runner_weights import runner_from_packed, runner_from_source
 from comet_core.scores import final_hidden, log_probabilities
 from comet_core.serving_scheme import PAGE, SINKS
 from comet_cuda.errors import CometError
+from comet_cuda.quantize_act import TOKEN
 
 ROWS = 512  # token rows whose log-probabilities are held in float32 at once
 DECODED = 64  # of a compared window, its last tokens, which go through decode steps
@@ -41,6 +46,8 @@ SENTENCE = "The pass key is {key}. Remember it: {key} is the pass key."
 QUESTION = "\n\nThe pass key that was hidden in the text above is"
 DIGITS, ANSWER = 5, 12  # of a key; tokens that an answer may take
 AT_ONCE = 1 << 19  # tokens of prompts whose cache is held at once
+# Norm of the error over that of the result, for kernels that add floats: output rounding, 2^-17 of a zero point's part.
+WITHIN = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Against:
     its_nll: float = 0.0  # of the reference
     kl: float = 0.0
     agree: int = 0
+    same: int = 0  # tokens whose log-probabilities are all the reference's, bit for bit
 
     def add(self, log_p: Tensor, log_q: Tensor, targets: Tensor) -> None:
         """log_p, of the reference log_q: f32 [n, V]. targets: int64 [n]."""
@@ -60,6 +68,7 @@ class Against:
         self.its_nll -= float(log_q.gather(1, targets[:, None]).double().sum())
         self.kl += float((log_q.exp() * (log_q - log_p)).sum(1).double().sum())
         self.agree += int((log_p.argmax(1) == log_q.argmax(1)).sum())
+        self.same += int((log_p == log_q).all(1).sum())
 
     def values(self) -> dict[str, float]:
         """Metric -> value."""
@@ -68,6 +77,7 @@ class Against:
             "reference_perplexity": math.exp(self.its_nll / self.tokens),
             "kl": self.kl / self.tokens,
             "top1": self.agree / self.tokens,
+            "same_bits": self.same / self.tokens,
         }
 
 
@@ -99,9 +109,44 @@ def runner_rows(runner: Runner, tokens: Tensor, decoded: int) -> Iterator[Tensor
 
 def reference_rows(folder: Path, windows: Tensor, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     """What the packed Hugging Face model says: f32 log-probabilities [L - 1, V] of each window [L], on the CPU."""
-    model = load_packed(folder, device=device, dtype=dtype).model
+    return _rows(load_packed(folder, device=device, dtype=dtype).model, windows, device)
+
+
+def _rows(model: nn.Module, windows: Tensor, device: str) -> list[Tensor]:
     with torch.no_grad():
         return [log_probabilities(model, final_hidden(model, window[None].to(device))).cpu() for window in windows]
+
+
+def rounded_rows(folder: Path, windows: Tensor, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """`reference_rows` by operations whose results are the same bits on every device (`rounded_once`).
+
+    Packed linears whose kernels and references are equal bit by bit are those kernels on a GPU (compute capability 9.0,
+    integer scales), those references on a CPU. Other kernels add floats in an order of their own: they run, must be
+    within `WITHIN` of the product of their dequantized operands, and the model goes on with that product.
+
+    Errors:
+        CometError naming a linear that is farther away.
+    """
+    model = load_packed(folder, device=device, dtype=dtype).model
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, W4AxLinear) and has_kernel(part)}
+    with rounded_once(as_they_are=linears.values()):
+        for name, part in linears.items():
+            exact = part.share == TOKEN and part.prepared("sm_90" if device == "cpu" else None).layout == "sm_90"
+            if not exact:
+                part.register_forward_hook(functools.partial(_dequantized, name))
+        return _rows(model, windows, device)
+
+
+def _dequantized(name: str, linear: W4AxLinear, args: tuple[Tensor], y: Tensor) -> Tensor:
+    """A forward hook: what stands for y in the model, if y is near it."""
+    wanted = linear.fake_quantized(args[0])
+    error = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+    if not error <= WITHIN[y.dtype]:
+        raise CometError(
+            f"{name}: its kernel's result is {error:.1e} of its norm away from the product of its dequantized operands",
+            f"{WITHIN[y.dtype]:.0e} is what rounding explains: please report it",
+        )
+    return wanted
 
 
 def compare(runner: Runner | None, windows: Tensor, wanted: Sequence[Tensor], found: Sequence[Tensor] = ()) -> Against:
@@ -218,16 +263,22 @@ def run(given: argparse.Namespace) -> Iterator[Record]:
         on_device = compare(None, windows, exact, reference_rows(folder, windows, torch.float32, device))
         task = f"model {device} float32 against cpu float32"
         yield from records(on_device.values(), len(windows), given.seq_len, task=task, kv_bits=4)
+        for dtype in dict.fromkeys((torch.float32, *kinds)):
+            name = str(dtype).removeprefix("torch.")
+            both = [rounded_rows(folder, windows, dtype, where) for where in ("cpu", device)]
+            task = f"model {device} {name}, sums rounded once, against cpu {name} likewise"
+            sums = compare(None, windows, *both)
+            yield from records(sums.values(), len(windows), given.seq_len, task=task, kv_bits=4)
         for dtype in kinds:
             name = str(dtype).removeprefix("torch.")
             runner = Runner(runner_from_packed(folder, device, dtype), kv_bits=4, batch=1, context=given.seq_len)
             rounded = reference_rows(folder, windows, dtype)
-            for task, found in (
+            for task, sums in (
                 (f"runner {device} {name} against cpu {name}", compare(runner, windows, rounded)),
                 (f"runner {device} {name} against cpu float32", compare(runner, windows, exact)),
                 (f"cpu {name} against cpu float32", compare(None, windows, exact, rounded)),
             ):
-                yield from records(found.values(), len(windows), given.seq_len, task=task, kv_bits=4, decoded=DECODED)
+                yield from records(sums.values(), len(windows), given.seq_len, task=task, kv_bits=4, decoded=DECODED)
     if not given.long and not given.seeds:
         return
     model = runner_model(given.model, device, kinds[0])

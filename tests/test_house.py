@@ -22,9 +22,9 @@ ORDER = (  # inside comet_core: each file may import only those before it
     "pack_job", "pack", "preflight", "llama_shape", "serving_scheme", "roofline", "paged_cache", "fused_linear",
     "runner_model", "runner_weights", "runner", "step_breakdown", "device_timing", "bench_vllm", "bench_peers",
     "bench_kernel", "bench_attention", "bench_plots", "report", "bench_serving", "reproduce_speed", "serving_report",
-    "evaluate", "real_text", "screen", "bench", "kv_open_page", "zero_shot_tasks", "zero_shot_store", "zero_shot",
-    "preflight_eval", "zero_shot_table", "headline", "tables", "paper_table", "reproduce", "reproduce_report",
-    "bits_plot",
+    "evaluate", "rounded_once", "real_text", "screen", "bench", "kv_open_page", "zero_shot_tasks", "zero_shot_store",
+    "zero_shot", "preflight_eval", "zero_shot_table", "headline", "tables", "paper_table", "reproduce",
+    "reproduce_report", "bits_plot",
 )  # fmt: skip
 MOST_LINES, MOST_LINES_KERNEL_OR_TEST = 400, 500
 
