@@ -2,9 +2,10 @@
 
 A lane is one device with a copy of the layer in work. Range i of the windows belongs to lane i modulo the number of
 lanes, for the whole run, and its hidden states live there, so between the layers nothing moves. Each lane has a thread,
-because a forward waits for its GPU here and there; a range's outcomes are handed back in order, to one thread, which
-alone adds them up. So what is merged range by range (the statistics of calibration) has the same bits with any number
-of devices, and what every lane sums for itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
+because a forward waits for its GPU here and there, and keeps it: cuDNN's attention remembers by thread what it has
+compiled. A range's outcomes are handed back in order, to one thread, which alone adds them up. So
+what is merged range by range (the statistics of calibration) has the same bits with any number of devices, and what
+every lane sums for itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
 
 Several devices are taken only where they are named. What a second one costs moves between the two: for every layer its
 weights, twice while packing (as they were, and as they are packed), and the moments of every group, up to four matrices
@@ -14,9 +15,10 @@ Two H200 took longer than one for layers of LLaMA-3-8B (results/LOG.md).
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +50,11 @@ class Lanes:
         device = self.devices[lane]
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
+    @cached_property
+    def _threads(self) -> list[ThreadPoolExecutor]:
+        """One thread a lane, for as long as the lanes are there."""
+        return [ThreadPoolExecutor(1, thread_name_prefix=f"lane-{device}") for device in self.devices]
+
     def map(self, work: Callable[[Item], Outcome], items: Sequence[Item]) -> Iterator[Outcome]:
         """work(item) of every item in order; item i runs on lane i modulo their number, one on each at a time."""
         if len(self) == 1:
@@ -58,10 +65,11 @@ class Lanes:
             with torch.no_grad(), self.on(lane):  # both are a thread's own
                 return work(item)
 
-        with ThreadPoolExecutor(len(self)) as pool:
-            for start in range(0, len(items), len(self)):
-                some = items[start : start + len(self)]
-                yield from list(pool.map(run, range(len(some)), some))
+        for start in range(0, len(items), len(self)):
+            some = items[start : start + len(self)]
+            running = [self._threads[lane].submit(run, lane, item) for lane, item in enumerate(some)]
+            wait(running)
+            yield from [one.result() for one in running]
 
 
 class Copies:

@@ -51,6 +51,12 @@ def test_work_is_shared_in_turns_and_comes_back_in_order() -> None:
         list(lanes(2).map(fail, range(4)))
 
 
+def test_a_lane_keeps_its_thread() -> None:
+    three = lanes(3)
+    threads = [list(three.map(lambda _: threading.current_thread(), range(6))) for _ in range(2)]
+    assert threads[0] == threads[1] and threads[0][:3] == threads[0][3:] and len(set(threads[0])) == 3
+
+
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 def test_hidden_states_live_with_their_lane(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hidden_module.TOKENS_A_STEP, "cpu", 14)
