@@ -129,11 +129,13 @@ def rounded_rows(folder: Path, windows: Tensor, dtype: torch.dtype, device: str 
     """
     model = load_packed(folder, device=device, dtype=dtype).model
     linears = {name: part for name, part in model.named_modules() if isinstance(part, W4AxLinear) and has_kernel(part)}
+    near = dict(linears)
+    for name, part in linears.items():
+        if part.share == TOKEN and part.prepared("sm_90" if device == "cpu" else None).layout == "sm_90":
+            del near[name]
     with rounded_once(as_they_are=linears.values()):
-        for name, part in linears.items():
-            exact = part.share == TOKEN and part.prepared("sm_90" if device == "cpu" else None).layout == "sm_90"
-            if not exact:
-                part.register_forward_hook(functools.partial(_dequantized, name))
+        for name, part in near.items():
+            part.register_forward_hook(functools.partial(_dequantized, name))
         return _rows(model, windows, device)
 
 
