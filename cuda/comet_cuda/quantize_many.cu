@@ -412,6 +412,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) quantize_many(const Arguments 
     }
     float v[kValues];
     read_values(p, place, ring, stage, exists, inverse, v);
+    fence_proxy_async(); // before a later row is copied over what these loads read
     __syncwarp();
     if (exists && lane == 0) mbarrier_arrive(ring.empty(stage));
     const int refill = token + (STAGES - 1) * step; // into the last token's stage, which other warps have read by now

@@ -405,8 +405,11 @@ template <bool kInt4> __device__ __forceinline__ void quantize(const TokenParams
     mbarrier_wait(memory.full(), set);
     float v[kValues];
     read_values(place, memory, v);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.empty());
+    if (token + int(gridDim.x) < p.M) {
+      fence_proxy_async(); // before the next row is copied over what these loads read
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.empty());
+    }
     const float ratio = ratio_of<kInt4>(place, memory, v);
     leave<kInt4>(place, memory, set, rank, ratio);
     mbarrier_wait(memory.known(), set);

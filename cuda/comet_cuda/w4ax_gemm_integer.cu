@@ -113,7 +113,10 @@ struct Consumer {
             used_even = used_odd;
         }
         wait_all(acc);
-        if (byte >= 0) shift(acc, last, byte);
+        if (byte >= 0) {
+            shift(acc, last, byte);
+            fence_proxy_async();  // before the stage is copied over what these loads read
+        }
         release(used_even);
     }
     static __device__ __forceinline__ void wait_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
@@ -151,13 +154,15 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) wait_all(dots[i]);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            shift(dots[i], place.ring + around(first + i) * kStageBytes, 0);
-            release(place.ring + kEmptyAt + 8 * around(first + i));
+        for (int i = 0; i < kCount; ++i) shift(dots[i], place.ring + around(first + i) * kStageBytes, 0);
+        fence_proxy_async();  // before the stages are copied over what these loads read
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) release(place.ring + kEmptyAt + 8 * around(first + i));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
 #pragma unroll
             for (int j = 0; j < kSets * kResults; ++j)
                 acc[j / kResults][j % kResults] += dots[i][j / kResults][j % kResults];
-        }
     }
     template <int kCount>
     __device__ __forceinline__ void load_all(unsigned (&a)[kCount][4][4]) {

@@ -150,6 +150,37 @@ def test_warps_only_read_what_others_left_behind_the_last_barrier(tmp_path: Path
         assert barriers and "STS" not in code[barriers[-1] :], one
 
 
+@pytest.mark.parametrize("source", ["quantize_stay", "quantize_many", "w4ax_gemm_integer", "w4ax_gemm_sm90"])
+def test_a_stage_is_given_back_when_its_loads_have_come(source: str, tmp_path: Path) -> None:
+    """An arrival does not wait for loads from shared memory. With 12 processes on a GPU a bulk copy overtook them: in
+    one launch of some thousand, INT8 blocks of a token had values of the next."""
+    family = next(f for f in FAMILIES if f.name == "sm_90")
+    found = configurations(f"{source}.cu", family)
+    arrivals = 0
+    for one in found[:: len(found) // 6]:
+        on_their_way: dict[int, str] = {}  # scoreboard -> the load it counts
+        for instruction, control in controlled(disassembled(one, "sm_90a", tmp_path, "-hex")):
+            counter, waits = control >> 5 & 7, control >> 11 & 63
+            on_their_way = {at: load for at, load in on_their_way.items() if not waits >> at & 1}
+            operation = instruction.removeprefix(instruction.partition(" ")[0] if instruction[0] == "@" else "").strip()
+            if operation.startswith("MEMBAR") or operation == "EXIT":
+                on_their_way = {}
+            elif operation.startswith("LDS") and counter < 7:
+                on_their_way[counter] = instruction
+            elif operation.startswith("SYNCS.ARRIVE"):
+                arrivals += 1
+                assert not on_their_way, (one, instruction, on_their_way)
+    assert arrivals > 6
+
+
+def controlled(code: str) -> list[tuple[str, int]]:
+    """Instructions of nvdisasm -hex and their control bits, from bit 41 of the second word on: stall (4), yield (1),
+    the scoreboard that the result releases (3; 7 is none, a later load's will do), the operands' (3), those waited
+    for (6)."""
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]+?) *;? +/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/", code)
+    return [(instruction, int(word, 16) >> 41) for instruction, word in found]
+
+
 def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
     import torch
 
@@ -158,7 +189,7 @@ def sass(arch: str, tokens: int, portable: bool, folder: Path) -> str:
     return disassembled(Configuration(SOURCE, kernel_defines(tokens, True, torch.bfloat16, portable)), arch, folder)
 
 
-def disassembled(configuration: Configuration, arch: str, folder: Path) -> str:
+def disassembled(configuration: Configuration, arch: str, folder: Path, *options: str) -> str:
     import subprocess
 
     nvidia = pytest.importorskip("nvidia", reason="needs pip install nvidia-cuda-nvdisasm")
@@ -167,4 +198,6 @@ def disassembled(configuration: Configuration, arch: str, folder: Path) -> str:
         pytest.skip("needs pip install nvidia-cuda-nvdisasm")
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(configuration.compile(arch).code)
-    return subprocess.run([str(tools[0]), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [str(tools[0]), "-c", *options, str(cubin)], capture_output=True, text=True, check=True
+    ).stdout

@@ -97,6 +97,7 @@ struct Consumer {
 
     // The stage's data are used up: say so to every cta that writes into it.
     __device__ __forceinline__ void release(int used) const {
+        fence_proxy_async();  // before the stage is copied over what was loaded from it
         __syncwarp();
         const int lane = thread & 31;
         if (kCluster) {

@@ -218,7 +218,8 @@ __device__ __forceinline__ void store_shared_8(unsigned at, unsigned x, unsigned
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(x), "r"(y) : "memory");
 }
 
-// What this thread has stored to shared memory becomes visible to wgmma and bulk copies.
+// What this thread has stored to shared memory becomes visible to wgmma and bulk copies, and what it has loaded has come
+// before a later bulk copy writes there. An arrival at a barrier alone does not wait for loads on their way.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ uint4 load_constant_16(const uint4* at) {
