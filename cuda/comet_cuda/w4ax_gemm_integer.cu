@@ -297,7 +297,8 @@ __device__ __forceinline__ void store_scaled(
             const int atom = (start + j) / 4, i = j % 4;
             const bool present = first_token + atom * 8 < operands.atoms * 8;
             const float scale = present ? scales[atom * 8 + (i & 1)] : 0.0f;
-            values[j] = static_cast<float>(static_cast<int>(acc[start + j])) * (scale * (i < 2 ? base0 : base1));
+            // rounded before a bias is added, as in the reference: not one fused multiply-add
+            values[j] = __fmul_rn(static_cast<float>(static_cast<int>(acc[start + j])), scale * (i < 2 ? base0 : base1));
         }
         store(values, operands, row_tile, first_token + 2 * start, thread);
     }

@@ -108,7 +108,14 @@ class IntegerProblem:
     """Operands of one shape and batch, several sets of weights, and their times; interface of tune_gemm.Problem."""
 
     def __init__(
-        self, m: int, n: int, k: int, int8_blocks: int, sets: int = 0, out: torch.dtype = torch.bfloat16
+        self,
+        m: int,
+        n: int,
+        k: int,
+        int8_blocks: int,
+        sets: int = 0,
+        out: torch.dtype = torch.bfloat16,
+        biased: bool = False,
     ) -> None:
         self.m, self.n, self.int8_blocks, self.out = m, n, int8_blocks, out
         blocks = -(-k // 128)
@@ -121,9 +128,12 @@ class IntegerProblem:
         values = untile_activations_integer_sm90(self.x, self.words, m, int8_blocks).flatten(1).double()
         weights = untile_weight_integer_sm90(records[: -(-self.rows // 64)], self.rows).flatten(1).double()
         self.want = (values @ weights.T).float() * (self.scale[:m, None] * self.base[None, : self.rows])
+        self.bias = torch.randn(n, device="cuda") if biased else None
+        if self.bias is not None:
+            self.want += self.bias[: self.rows]
 
     def launcher(self, records: Tensor, tiles: IntegerTiles | None, pdl: bool = True) -> Callable[[], Tensor]:
-        operands = (self.x, self.words, self.scale, records, self.base, None)
+        operands = (self.x, self.words, self.scale, records, self.base, self.bias)
         return lambda: gemm.launch(*operands, self.m, self.n, self.int8_blocks, self.out, tiles, pdl)
 
     def problem(self, tiles: IntegerTiles | None, runs: int = 2) -> str:
@@ -169,5 +179,5 @@ def integer_problems(tiles: IntegerTiles | None, runs: int = 3) -> Iterable[str]
     """What is wrong with a variant (None: the table's), as it is found: edges, block mixes, types, repeated runs."""
     for m, n, blocks, eights in edges(tiles):
         for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 3 if m in (65, 70) else 1]:
-            if wrong := IntegerProblem(m, n, 128 * blocks, eights, 1, dtype).problem(tiles, runs):
+            if wrong := IntegerProblem(m, n, 128 * blocks, eights, 1, dtype, m % 2 == 1).problem(tiles, runs):
                 yield f"m={m} n={n} {blocks} blocks, {eights} of 8 bits, {dtype}: {wrong}"
