@@ -203,9 +203,10 @@ def evaluate_zero_shot(
         sixteen.extend(more)
         known([*new, *more])
 
-    _answer(who, loaded, limit, progress, values, answered if base is None else lambda one: None)
+    requests: dict[str, list[Any]] = {}
+    _answer(who, loaded, limit, requests, progress, values, answered if base is None else lambda one: None)
     if base is not None:
-        _answer(base, loaded, limit, progress, base_values, answered)
+        _answer(base, loaded, limit, requests, progress, base_values, answered)
     averages = _average(own, who), [] if base is None else _average(sixteen, base)
     known([*averages[0], *averages[1]])
     return [*own, *averages[0], *sixteen, *averages[1]]
@@ -222,15 +223,18 @@ def _answer(
     who: Contestant,
     tasks: Sequence[LoadedTask],
     limit: int | None,
+    asked: dict[str, list[Any]],
     progress: Progress,
     values: Values,
     answered: Callable[[LoadedTask], None],
 ) -> None:
-    """Per task and metric one value a document, into `values`; the model leaves memory at the end."""
+    """Per task and metric one value a document, into `values`; the model leaves memory at the end. asked: requests of
+    tasks, made where they lack."""
     scorer = Scorer(who)
     for loaded in tasks:
-        requests = requests_of(loaded, limit)
-        store = Store(who, loaded)
+        if loaded.name not in asked:
+            asked[loaded.name] = requests_of(loaded, limit)
+        requests, store = asked[loaded.name], Store(who, loaded)
         scorer.score(requests, store, progress, f"{loaded.name}, {who.recipe}")
         values[loaded.name] = document_metrics(loaded.task, requests, store)
         answered(loaded)

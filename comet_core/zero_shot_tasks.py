@@ -5,6 +5,7 @@ rows (in the column layout of the hub's data set) only the place of the data is 
 used, so training splits need not be there.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -41,6 +42,7 @@ LOCAL_TASKS = {
     "lambada_openai": LocalTask("lambada/lambada_openai.yaml", "lambada_openai/test.jsonl", "test"),
 }
 PAPER_TASKS = ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande")  # whose mean the paper's table 2 gives
+TEMPLATES = 256  # kept
 REQUESTS = ("multiple_choice", "loglikelihood")  # output types that are scored without generating text
 
 
@@ -111,14 +113,22 @@ def _task_manager() -> Any:
     try:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         import datasets
+        from lm_eval import utils
         from lm_eval.tasks import TaskManager
 
         datasets.disable_progress_bars()
+        _keep_templates(getattr(utils, "env", None))
     except ImportError as error:
         raise CometError(
             f"zero-shot tasks need lm-eval, which cannot be imported ({error})", 'Install it: pip install "lm-eval"'
         ) from None
     return TaskManager
+
+
+def _keep_templates(environment: Any) -> None:
+    """lm-eval compiles a task's few templates again for every document, which takes longer than small models do."""
+    if environment is not None and not hasattr(environment.from_string, "cache_info"):
+        environment.from_string = functools.lru_cache(TEMPLATES)(environment.from_string)
 
 
 def _local_file(name: str) -> Path | None:

@@ -133,6 +133,21 @@ def test_records_hold_paired_errors_and_both_metrics(packed: Any, data: Path) ->
     assert table.count("\n") == 3 and "hellaswag" in table.splitlines()[0]
 
 
+def test_prompts_are_made_once_for_both_models_and_templates_once_for_all(
+    packed: Any, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import utils
+
+    made: list[str] = []
+    real = zero_shot.requests_of
+    monkeypatch.setattr(zero_shot, "requests_of", lambda one, limit: made.append(one.name) or real(one, limit))
+    monkeypatch.setattr(utils.env, "from_string", utils.env.__class__.from_string.__get__(utils.env))
+    evaluate_zero_shot(packed.packed, tasks=("piqa", "hellaswag"), device="cpu", progress=SilentProgress())
+    assert made == ["piqa", "hellaswag"]
+    compiled, used = utils.env.from_string.cache_info().misses, utils.env.from_string.cache_info().hits
+    assert compiled < 10 <= used
+
+
 def test_records_of_a_task_are_known_before_the_next_is_asked(packed: Any, data: Path, monkeypatch: Any) -> None:
     """A run that is stopped in the 16-bit model's second task has given the first one's records, paired."""
     known: list[list[Any]] = []
