@@ -189,6 +189,18 @@ def test_a_gpu_with_room_takes_larger_batches(monkeypatch: Any, free: int, token
     assert asked == ["cuda:1"] and zero_shot.logit_bytes("cpu") == zero_shot.LOGIT_BYTES
 
 
+def test_a_step_gives_back_what_its_logits_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing a model beside it ran out of memory once: scoring one of 3 GB had cached 106 GB."""
+    given_back: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+    scorer = Scorer(SimpleNamespace(device="cuda:0"))  # type: ignore[arg-type]
+    monkeypatch.setattr(Scorer, "lengths", lambda self, missing: dict.fromkeys(missing, 3))
+    monkeypatch.setattr(Scorer, "run", lambda self, some, longest: [(0.0, True)] * len(some))
+    store = SimpleNamespace(found={}, add=lambda rows: None)
+    scorer.score(requests(zero_shot.REQUESTS_A_STEP + 1), store, SilentProgress(), "")  # type: ignore[arg-type]
+    assert len(given_back) == 2
+
+
 def test_the_error_of_a_difference_is_paired() -> None:
     before, after = [1.0, 0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0, 0.0]
     mean, error = mean_and_error([b - a for b, a in zip(before, after, strict=True)])
