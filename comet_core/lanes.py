@@ -3,14 +3,14 @@
 A lane is one device with a copy of the layer in work. Range i of the windows belongs to lane i modulo the number of
 lanes, for the whole run, and its hidden states live there, so between the layers nothing moves. Each lane has a thread,
 because a forward waits for its GPU here and there, and keeps it: cuDNN's attention remembers by thread what it has
-compiled. A range's outcomes are handed back in order, to one thread, which alone adds them up. So
-what is merged range by range (the statistics of calibration) has the same bits with any number of devices, and what
-every lane sums for itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
+compiled. A range's outcomes are handed back in order, to one thread, which alone adds them up. So what is merged range
+by range (the statistics of calibration) has the same bits with any number of devices, and what every lane sums for
+itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
 
 Several devices are taken only where they are named. What a second one costs moves between the two: for every layer its
 weights, twice while packing (as they were, and as they are packed), and the moments of every group, up to four matrices
 of its channels squared in float32; all else that a layer takes (reading it, its plan, GPTQ) is done on the first alone.
-Two H200 took longer than one for layers of LLaMA-3-8B (results/LOG.md).
+For layers of LLaMA-3-8B two H200 calibrate in half the time and pack in the same (results/LOG.md).
 """
 
 import copy
