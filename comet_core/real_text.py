@@ -4,7 +4,8 @@ In: a packed folder, or any 16-bit model. Out: eval records. The decision: three
 (1) Does the GPU compute what the references compute? The packed Hugging Face model on the CPU is the reference: of the
 same model on the GPU with every float operation around the packed linears rounded once (`rounded_rows`), where the two
 must agree to the bit; of it as it is, and of the runner in 16 bit. How far the reference in 16 bit and in float32 are
-apart says what rounding alone does to a model whose activations have 4 bits. (2) What does the 4-bit cache cost at
+apart says what rounding alone does to a model whose activations have 4 bits. Layers, which do not drift apart, are
+compared one by one (`layer_text`). (2) What does the 4-bit cache cost at
 8,192 tokens? (3) Is a passkey in a long text found again? Both are answered by the same weights with a 16-bit cache
 beside.
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from comet_core.corpus import load_corpus, perplexity_windows
 from comet_core.evaluate import Subject, find_subject
+from comet_core.layer_text import by_layer, compare_layers, layer_metrics
 from comet_core.linear import W4AxLinear, has_kernel
 from comet_core.packed import load_packed
 from comet_core.provenance import provenance
@@ -281,6 +283,10 @@ def run(given: argparse.Namespace) -> Iterator[Record]:
                 (f"cpu {name} against cpu float32", compare(None, windows, exact, rounded)),
             ):
                 yield from records(sums.values(), len(windows), given.seq_len, task=task, kv_bits=4, decoded=DECODED)
+            for task, errors in compare_layers(folder, runner, windows[:1], DECODED):
+                layers = by_layer(errors, DECODED)
+                said: dict[str, Any] = {"task": task, "kv_bits": 4, "decoded": DECODED, "by_layer": layers}
+                yield from records(layer_metrics(layers), len(errors), given.seq_len, **said)
     if not given.long and not given.seeds:
         return
     model = runner_model(given.model, device, kinds[0])

@@ -65,17 +65,29 @@ class RunnerModel:
         """
         cache.begin(work)
         x, residual = nn.functional.embedding(tokens, self.embedding), None
-        for index, layer in enumerate(self.layers):
-            operand, residual = layer.qkv.take_norm(x, residual, layer.input_norm, self.eps)
-            qkv = layer.qkv.multiply(operand)
-            if isinstance(work, Step):
-                attended = cache.decode(index, qkv, work, layer.attention)
-            else:
-                attended = cache.prefill(index, qkv, work, layer.attention)
-            x = layer.o.multiply(layer.o.take(attended))
-            operand, residual = layer.gate_up.take_norm(x, residual, layer.mlp_norm, self.eps)
-            x = layer.down.multiply(layer.down.take_silu_mul(layer.gate_up.multiply(operand)))
+        for index in range(len(self.layers)):
+            x, residual = self.attention(index, x, residual, work, cache)
+            x, residual = self.mlp(index, x, residual)
         return x, residual
+
+    def attention(
+        self, index: int, x: Tensor, residual: Tensor | None, work: Step | Chunk, cache: Cache
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of a layer on x + residual, [N, hidden] each: its output and that sum. The work has begun."""
+        layer = self.layers[index]
+        operand, residual = layer.qkv.take_norm(x, residual, layer.input_norm, self.eps)
+        qkv = layer.qkv.multiply(operand)
+        if isinstance(work, Step):
+            attended = cache.decode(index, qkv, work, layer.attention)
+        else:
+            attended = cache.prefill(index, qkv, work, layer.attention)
+        return layer.o.multiply(layer.o.take(attended)), residual
+
+    def mlp(self, index: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The second half, likewise."""
+        layer = self.layers[index]
+        operand, residual = layer.gate_up.take_norm(x, residual, layer.mlp_norm, self.eps)
+        return layer.down.multiply(layer.down.take_silu_mul(layer.gate_up.multiply(operand))), residual
 
     def logits(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """[N, hidden] twice -> 16-bit [N, V]."""

@@ -103,6 +103,31 @@ def real_text_table(records: list[Record]) -> str:
     return markdown(header, rows)
 
 
+def layer_errors_table(records: list[Record]) -> str:
+    """Both halves of a layer by two computations of them on the same inputs (comet_core/layer_text.py); without
+    records nothing."""
+    chosen = [r for r in records if r["kind"] == "eval" and r["metric"].startswith("layer_error_")]
+    key = ("model", "recipe", "task", "windows", "seq_len")
+    groups: dict[tuple[str, ...], dict[str, float | None]] = {}
+    for r in latest(chosen, (*key, "metric")):
+        groups.setdefault(tuple(str(r[name]) for name in key), {})[r["metric"]] = r["value"]
+    if not groups:
+        return ""
+
+    def cell(found: dict[str, float | None], part: str) -> str:
+        values = [found.get(f"layer_error_{of}_{part}") for of in ("median", "max")]
+        return " / ".join("not a number" if value is None else f"{100 * value:.2f}%" for value in values)
+
+    parts = ("attention_prefill", "attention_decode", "mlp_prefill", "mlp_decode")
+    rows = [
+        [f"{model}, {recipe}", task.removeprefix("layers of "), f"{windows} x {int(length):,}"]
+        + [cell(found, part) for part in parts]
+        for (model, recipe, task, windows, length), found in groups.items()
+    ]
+    header = ["model", "what beside what", "windows", "attention, prefill", "decode", "MLP, prefill", "decode"]
+    return LAYERS + "\n\n" + markdown(header, rows)
+
+
 def long_table(records: list[Record]) -> str:
     """What the 4-bit cache costs at long context: perplexity and passkeys found, with a 16-bit and a 4-bit cache."""
     chosen = [r for r in records if r["kind"] == "eval" and r["task"] in ("long context", "passkey")]
@@ -165,6 +190,12 @@ def peer_table(records: list[Record]) -> str:
     return markdown(["kernel", "weights", "shapes", *(f"M = {m:,}" for m in batches)], rows)
 
 
+LAYERS = """\
+Layer by layer, the error of what both halves of a layer add to the CPU reference's hidden states: |difference| over
+|added|, a mean over tokens, of all layers the median / the largest. The prompt comes in chunks, the last tokens one by
+one. How much the 16-bit type does alone, flipped codes included, is said by the row of the CPU beside its own float32;
+where the runner's row beside float32 says the same, its kernels add nothing to that:"""
+
 INTEGER = "w4ax_gemm_integer"  # the default recipe's GEMM
 ENOUGH = 100  # documents of a task: fewer say nothing
 
@@ -179,6 +210,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
         [r for r in records if not is_variant(r) and (r.get("limit") is None or r["limit"] >= ENOUGH)]
     ),
     "real-text": real_text_table,
+    "layer-errors": layer_errors_table,
     "long": long_table,
     "gemm": lambda records: gemm_table(without_peers([r for r in records if not r.get("ablation")])),
     "peers": peer_table,

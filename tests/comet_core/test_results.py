@@ -190,6 +190,24 @@ def test_what_a_runner_says_stands_apart_from_accuracy() -> None:
     assert tables.TABLES["eval"]([*found, eval_record()]) == tables.TABLES["eval"]([eval_record()])
 
 
+def test_layers_stand_beside_each_other_in_a_table_of_their_own() -> None:
+    pair = {"task": "layers of runner cuda bfloat16 beside cpu float32", "windows": 1, "protocol": {"kv_bits": 4}}
+    parts = ("attention_prefill", "attention_decode", "mlp_prefill", "mlp_decode")
+    values = {
+        f"layer_error_{of}_{part}": 0.01 * i + (of == "max") for i, part in enumerate(parts) for of in ("median", "max")
+    }
+    found = [eval_record(**pair, metric=metric, value=value) for metric, value in values.items()]
+    found[-1]["value"] = None
+    words, table = tables.layer_errors_table([*found, eval_record()]).split("\n\n")
+    (row,) = cells(table)
+    assert words == tables.LAYERS
+    assert row[1:3] == ["runner cuda bfloat16 beside cpu float32", "1 x 2,048"]
+    assert row[3:] == ["0.00% / 100.00%", "1.00% / 101.00%", "2.00% / 102.00%", "3.00% / not a number"]
+    for name, table in tables.TABLES.items():
+        assert name == "layer-errors" or table([*found, eval_record()]) == table([eval_record()]), name
+    assert tables.layer_errors_table([eval_record()]) == ""
+
+
 def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
