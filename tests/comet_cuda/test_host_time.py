@@ -250,7 +250,8 @@ on_sm90 = pytest.mark.skipif(
 @pytest.mark.gpu
 @on_sm90
 def test_an_op_costs_the_host_little_more_than_torch_s_own() -> None:
-    times = host_microseconds()
+    runs = [host_microseconds() for _ in range(3)]  # of which other processes on the machine disturb one or two
+    times = {name: min(run[name] for run in runs) for name in runs[0]}
     ratios = {name: times[name] / times["torch.add"] for name in ON_GPU}
     assert all(ratios[name] <= most for name, most in ON_GPU.items()), f"{times}"
 
