@@ -57,14 +57,25 @@ class BatchState:
 
     tokens: Tensor  # int64 [B], each sequence's newest token, not yet in the cache
     slot: Tensor  # int32 [B], -1 in padding rows
-    position: Tensor  # int32 [B], of that token
-    length: Tensor  # int32 [B], position + 1
+    places: Tensor  # int32 [2, B], `position` and `length`, which a step moves on together
 
     @staticmethod
     def empty(rows: int, device: torch.device) -> "BatchState":
         """Padding rows only."""
         zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        return BatchState(torch.zeros(rows, dtype=torch.int64, device=device), zeros - 1, zeros, zeros + 1)
+        return BatchState(
+            torch.zeros(rows, dtype=torch.int64, device=device), zeros - 1, torch.stack((zeros, zeros + 1))
+        )
+
+    @property
+    def position(self) -> Tensor:
+        """int32 [B], of the newest token."""
+        return self.places[0]
+
+    @property
+    def length(self) -> Tensor:
+        """int32 [B], position + 1."""
+        return self.places[1]
 
     def write(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
         """Put these sequences into the first rows; the rest is padding."""
@@ -201,8 +212,7 @@ class Runner:
     def _advance(self, state: BatchState, temperature: float, uniform: int = 0) -> None:
         """One step of every row: the newest token enters the cache, the next one takes its place."""
         state.tokens.copy_(sample(self.decode_logits(state, uniform), temperature, self.generator))
-        state.position.add_(1)
-        state.length.add_(1)
+        state.places.add_(1)
 
     def bucket(self, sequences: int) -> int:
         """Rows of the step that serves so many sequences."""
