@@ -41,7 +41,8 @@ def choose_minmax_qparams(low: Tensor, high: Tensor, num_bits: int, dtype: torch
     limit = torch.finfo(dtype).max
     minimum = low.float().clamp(-limit, limit).to(dtype)
     span = high.float() - minimum.float()
-    scale = (span / code_max(num_bits)).clamp(max=limit).to(dtype)
+    codes = torch.full((), code_max(num_bits), dtype=span.dtype, device=span.device)
+    scale = (span / codes).clamp(max=limit).to(dtype)  # by a number of the host, a GPU multiplies with its reciprocal
     usable = (scale.float() > 0) & (span > 0)
     return torch.where(usable, scale, torch.ones_like(scale)), minimum
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda import kv4_append_cuda
+from comet_cuda.affine import choose_minmax_qparams
 from comet_cuda.errors import CometError
 from comet_cuda.kv4_append import KV4Pages, allocate_pages, kv4_append, kv4_append_ref
 from comet_cuda.kv4_append_cuda import kv4_append_gpu
@@ -105,6 +106,14 @@ CASES = [
     (3, 96, 128, 3, torch.bfloat16), (2, 256, 64, 0, torch.float16), (2, 128, 64, 4, torch.bfloat16),
     (1, 64, 128, 40, torch.float16), (1, 256, 128, 4, torch.bfloat16), (1, 96, 64, 0, torch.float16),
 ]  # fmt: skip
+
+
+def test_the_reference_finds_the_same_scales_on_a_gpu() -> None:
+    """In float32, where a reciprocal's last bit shows."""
+    low, high = -torch.rand(1 << 20), torch.rand(1 << 20)
+    on_cpu = choose_minmax_qparams(low, high, 4, torch.float32)
+    on_gpu = choose_minmax_qparams(low.cuda(), high.cuda(), 4, torch.float32)
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(on_cpu, on_gpu, strict=True))
 
 
 @pytest.mark.parametrize(("heads", "dim", "page", "sinks", "dtype"), CASES)
