@@ -153,11 +153,12 @@ def test_warps_only_read_what_others_left_behind_the_last_barrier(tmp_path: Path
 @pytest.mark.parametrize("source", ["quantize_stay", "quantize_many", "w4ax_gemm_integer", "w4ax_gemm_sm90"])
 def test_a_stage_is_given_back_when_its_loads_have_come(source: str, tmp_path: Path) -> None:
     """An arrival does not wait for loads from shared memory. With 12 processes on a GPU a bulk copy overtook them: in
-    one launch of some thousand, INT8 blocks of a token had values of the next."""
+    one launch of 500, INT8 blocks of a token had values of the next. One configuration of each kind is read."""
     family = next(f for f in FAMILIES if f.name == "sm_90")
+    kinds = ("CLUSTER", "SPLIT", "BATCH", "FUSE", "GATHER", "SHARE")  # what decides who arrives, and after which loads
     found = configurations(f"{source}.cu", family)
-    arrivals = 0
-    for one in found[:: len(found) // 6]:
+    for one in {tuple(min(2, int(one.defines.get(kind, 1))) for kind in kinds): one for one in found}.values():
+        arrivals = 0
         on_their_way: dict[int, str] = {}  # scoreboard -> the load it counts
         for instruction, control in controlled(disassembled(one, "sm_90a", tmp_path, "-hex")):
             counter, waits = control >> 5 & 7, control >> 11 & 63
@@ -170,7 +171,7 @@ def test_a_stage_is_given_back_when_its_loads_have_come(source: str, tmp_path: P
             elif operation.startswith("SYNCS.ARRIVE"):
                 arrivals += 1
                 assert not on_their_way, (one, instruction, on_their_way)
-    assert arrivals > 6
+        assert arrivals > 1, one
 
 
 def controlled(code: str) -> list[tuple[str, int]]:
