@@ -5,9 +5,8 @@ In: a packed folder, or any 16-bit model. Out: eval records. The decision: three
 same model on the GPU with every float operation around the packed linears rounded once (`rounded_rows`), where the two
 must agree to the bit; of it as it is, and of the runner in 16 bit. How far the reference in 16 bit and in float32 are
 apart says what rounding alone does to a model whose activations have 4 bits. Layers, which do not drift apart, are
-compared one by one (`layer_text`). (2) What does the 4-bit cache cost at
-8,192 tokens? (3) Is a passkey in a long text found again? Both are answered by the same weights with a 16-bit cache
-beside.
+compared one by one (`layer_text`). (2) What does the 4-bit cache cost at 8,192 tokens? (3) Is a passkey in a long text
+found again? Both are answered by the same weights with a 16-bit cache beside.
 
     python -m comet_core.real_text PACKED --record results/measured/real_text.jsonl
 """

@@ -74,10 +74,8 @@ class Scorer:
                 keys = order[start : start + REQUESTS_A_STEP]
                 results = self.run([missing[key] for key in keys], lengths[keys[0]] + 1)
                 store.add(dict(zip(keys, results, strict=True)))
-                if self.who.device.startswith(
-                    "cuda"
-                ):  # logits of ever other sizes would fill the GPU, which may be shared
-                    torch.cuda.empty_cache()
+                if self.who.device.startswith("cuda"):
+                    torch.cuda.empty_cache()  # logits of ever other sizes would fill the GPU, which may be shared
                 task.advance(len(keys))
 
     def run(self, requests: list[Any], longest: int) -> list[tuple[float, bool]]:
