@@ -100,6 +100,11 @@ def human_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def time_left(spent: float, done: int, total: int) -> str:
+    """What the rest will take if it goes as the first `done` steps did, which took `spent` seconds."""
+    return human_seconds(spent / max(done, 1) * (total - done))
+
+
 class PlainTask:
     """A task that prints a line now and then: done/total, time left, memory."""
 
@@ -113,9 +118,8 @@ class PlainTask:
         if now - self.spoken < PLAIN_INTERVAL or self.done >= self.total:
             return
         self.spoken = now
-        left = (now - self.start) / max(self.done, 1) * (self.total - self.done)
         talk(
-            f"{self.description}: {self.done}/{self.total}, {human_seconds(left)} left, "
+            f"{self.description}: {self.done}/{self.total}, {time_left(now - self.start, self.done, self.total)} left, "
             f"{human_bytes(resident_mib() * MIB)} in memory"
         )
 
@@ -137,20 +141,27 @@ class BarTask:
     """One bar of a BarProgress."""
 
     def __init__(self, bars: "Bars", description: str, total: int) -> None:
-        self.bars, self.id = bars, bars.add_task(description, total=total, memory="")
+        self.bars, self.total, self.done = bars, total, 0
+        self.id = bars.add_task(description, total=total, left="", memory="")
+        self.start = time.monotonic()
 
     def advance(self, steps: int = 1) -> None:
-        self.bars.update(self.id, advance=steps, memory=human_bytes(resident_mib() * MIB))
+        self.done += steps
+        left = f"{time_left(time.monotonic() - self.start, self.done, self.total)} left"
+        self.bars.update(self.id, advance=steps, left=left, memory=human_bytes(resident_mib() * MIB))
 
 
 class BarProgress:
-    """Progress as bars with time left and memory; bars nest, all of them live in one display."""
+    """Progress as bars with time left and memory; bars nest, all of them live in one display.
+
+    rich's own column of the time left knows steps of the last 30 seconds alone, and so says nothing where one is longer.
+    """
 
     def __init__(self, console: "Console") -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bars = Progress(*columns, TextColumn("{task.fields[memory]}"), console=console, transient=True)
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[left]}", "{task.fields[memory]}")
+        self.bars = Progress(*columns, console=console, transient=True)
         self.open = 0
 
     @contextmanager

@@ -81,6 +81,22 @@ def test_bars_nest_and_leave_the_screen_clean() -> None:
     assert progress.bars.tasks == [] and progress.open == 0
 
 
+def test_a_bar_says_the_time_left_where_a_step_takes_longer_than_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    screen = Terminal()
+    progress = console.BarProgress(Console(file=screen, force_terminal=True, width=100))
+    progress.bars.get_time = lambda: clock[0]
+    with progress.task("layers", 32) as task:
+        for _ in range(2):
+            clock[0] += 40
+            task.advance()
+        progress.bars.refresh()
+    assert "2/32" in screen.getvalue() and "20:00 left" in screen.getvalue()
+
+
 def test_figures() -> None:
     assert console.human_bytes(12) == "12 B" and console.human_bytes(3 << 30) == "3.0 GiB"
     assert console.human_seconds(65) == "1:05" and console.human_seconds(3725) == "1:02:05"
