@@ -9,13 +9,11 @@ from comet_cli import console, options, runs
 from comet_cli.dry_run import JustCheck
 from comet_cuda.errors import CometError
 
-NEEDS = (
-    "speed needs an NVIDIA GPU of compute capability 8.0 or newer with a CUDA build of torch, and none is here; "
-    "comet bench --roofline and comet reproduce-speed --report-only need none"
-)
+NEEDS = "speed needs an NVIDIA GPU of compute capability 8.0 or newer with a CUDA build of torch, and none is here"
+WITHOUT = "comet bench --roofline and comet reproduce-speed --report-only need none"
 
 DEFAULT_MODEL = "llama-7b"
-app = typer.Typer(help="Measure speed on an NVIDIA GPU.")
+app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
@@ -105,8 +103,8 @@ def batch_sizes(text: str) -> list[int]:
 
 
 def require_gpu() -> None:
-    """Raise CometError in one line where nothing can be measured. Imports torch."""
+    """Raise CometError where nothing can be measured. Imports torch."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        raise CometError(NEEDS)
+        raise CometError(NEEDS, WITHOUT)

@@ -37,7 +37,7 @@ def kernel(
     dry_run: JustCheck = False,
     json: options.Json = False,
 ) -> None:
-    """Time the GEMM of linear layers, alone and with the quantization of its input.
+    """Time the GEMM of linear layers beside other kernels.
 
     Example: comet bench kernel --shape llama-3-8b --batch 1,16,256
     """

@@ -41,7 +41,9 @@ def calibrate(
     dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
-    """Run text through MODEL and record which channels hold outliers.
+    """Record which channels of MODEL hold outliers.
+
+    Text is run through it; the report and a heat map show them before and after permutation.
 
     Example: comet calibrate smollm2-135m --samples 32 --seq-len 512
     """

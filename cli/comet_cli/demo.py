@@ -1,7 +1,8 @@
 """`comet demo`: the whole road on a small real model, with the public commands, ending in one table.
 
-Each step is the command a user would type, run as a process of its own; only its JSON lines are read. The packed model
-of the default recipe is made last, so that `comet eval --ppl wikitext2` afterwards means that one.
+Each step is the command a user would type, run as a process of its own; only its JSON lines are read. A calibration
+that lies there is not made again. The packed model of the default recipe is made last, so that `comet eval --ppl
+wikitext2` afterwards means that one.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from comet_cli import console, fetch, runs
+from comet_cli import console, fetch, pack, runs
 from comet_cli.evaluate import protocol_line
 from comet_cuda.errors import CometError
 
@@ -33,7 +34,11 @@ def demo(
     seq_len: Annotated[int, typer.Option(help="Tokens in each of them.", min=2)] = 512,
     prompt: Annotated[str, typer.Option(help="Text that each model continues.")] = PROMPT,
 ) -> None:
-    """Fetch a small model, quantize it, print one table."""
+    """Fetch a small model, quantize it, print one table.
+
+    Example: comet demo
+    """
+    console.talk("about 10 minutes on two idle cores; stopped at any moment, the same command goes on")
     fetch.fetch(MODEL)
     home = runs.RUNS / "demo"
     measure = ["--ppl", "wikitext2", "--windows", str(windows), "--seq-len", str(seq_len), "--prompt", prompt]
@@ -42,8 +47,9 @@ def demo(
     for recipe, title in TITLES.items():
         calibration, packed = home / recipe / "calibration", home / recipe / "packed"
         count = NAIVE_SAMPLES if recipe == NAIVE else samples
-        size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
-        step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
+        if missing(calibration, recipe, samples=count, seq_len=calibration_seq_len):
+            size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
+            step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
         step("pack", MODEL, "--recipe", recipe, "--calibration", str(calibration), "--out", str(packed))
         records = step("eval", str(packed), *measure, "--no-compare")
         protocol = first(records, "perplexity")["protocol"]
@@ -53,6 +59,15 @@ def demo(
     console.table(f"{MODEL}, {windows} windows of {seq_len:,} tokens", rows[::-1])
     console.data(protocol_line(protocol))
     console.talk("next: comet eval --ppl wikitext2      (all windows, beside the 16-bit model)")
+
+
+def missing(calibration: Path, recipe: str, **size: int) -> bool:
+    """Whether that calibration is yet to be made."""
+    from comet_core.model_source import resolve_model
+    from comet_core.recipe import load_recipe, with_calibration
+
+    wanted = with_calibration(load_recipe(recipe), data=None, seed=None, **size)
+    return bool(pack.why_not(calibration, resolve_model(MODEL), wanted, size))
 
 
 def step(*arguments: str) -> Records:

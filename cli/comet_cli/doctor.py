@@ -24,7 +24,12 @@ def doctor(
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Remove the compiled kernels.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Print versions, GPU, folders and which path each op takes here; compile kernels ahead of time, or remove them."""
+    """Print what this machine has, and what COMET does with it.
+
+    Versions, GPUs, folders and which path each op takes; or compile kernels ahead of time, or remove them.
+
+    Example: comet doctor --build --arch 9.0
+    """
     if clear_cache:
         from comet_cuda.kernels import clear_cache as clear
 

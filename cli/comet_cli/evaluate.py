@@ -54,7 +54,7 @@ def evaluate(
     dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
-    """Measure what quantization costs.
+    """Measure what quantization costs in accuracy.
 
     Example: comet eval --ppl wikitext2
     """

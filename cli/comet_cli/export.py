@@ -41,7 +41,9 @@ def export(
     dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
-    """Write PACKED as a checkpoint that needs no COMET; says what is left out.
+    """Write PACKED for programs without COMET.
+
+    Says what that format cannot keep.
 
     Example: comet export runs/smollm2-135m-w4a16/packed
     """

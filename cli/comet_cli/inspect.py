@@ -17,7 +17,9 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Recompute the sha256 of every tensor.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Print layers, bits, bytes, plans, hashes and GPU paths of PACKED.
+    """Print what is in a packed folder.
+
+    Layers, bits, bytes, plans, hashes, and which path each op takes on which GPU.
 
     Example: comet inspect runs/smollm2-135m-w4a4kv4/packed
     """

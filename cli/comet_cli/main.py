@@ -37,7 +37,7 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad
              "returned NULL without setting an exception")  # fmt: skip
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 GO_ON = {  # command -> what Ctrl-C leaves behind
-    "pack": "The same command goes on after the last finished layer.",
+    "pack": "The same command goes on after the last packed layer; a calibration that was not done starts again.",
     "demo": "The same command goes on; finished steps are kept.",
 }
 

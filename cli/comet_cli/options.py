@@ -38,7 +38,7 @@ Recipe = Annotated[
         autocompletion=_recipes,
     ),
 ]
-Weights = Annotated[str, typer.Option(help="real, or random for a dry run of a model that is not here.")]
+Weights = Annotated[str, typer.Option(help="real; or random, to try a model whose weights are not here.")]
 Layers = Annotated[int | None, typer.Option(help="Keep only the first N decoder layers.", min=1, metavar="N")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, ...).")]
 Devices = Annotated[

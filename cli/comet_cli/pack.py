@@ -42,7 +42,9 @@ def pack(
 ) -> None:
     """Quantize MODEL into a folder of packed weights.
 
-    Without a calibration it makes one first. Example: comet pack smollm2-135m
+    Without a calibration it makes one first.
+
+    Example: comet pack smollm2-135m
     """
     if format not in ("comet", *export.FORMATS):
         raise CometError(f"--format {format} is not known", f"It may be comet or {' or '.join(export.FORMATS)}.")

@@ -24,7 +24,9 @@ def report(
     dry_run: JustCheck = False,
     json: options.Json = False,
 ) -> None:
-    """Write one HTML page: what was run, accuracy, errors by layer, outlier maps, speed, provenance.
+    """Write one HTML page about a run.
+
+    What was run, accuracy, errors by layer, outlier maps, speed, provenance.
 
     Example: comet report runs/smollm2-135m-w4a4kv4
     """

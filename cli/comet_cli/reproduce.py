@@ -17,7 +17,7 @@ OUT = Path("runs") / "reproduce"
 
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="table1, table2, ... or a YAML file; both tables if not given.")
+        list[str] | None, typer.Argument(help="table1, table2, ... or a YAML file; both tables if not given.", metavar="TABLE")
     ] = None,
     models: Annotated[str | None, typer.Option(help="Only these models.", metavar="A,B,...")] = None,
     recipes: Annotated[str | None, typer.Option(help="Only rows with these recipes.", metavar="A,B,...")] = None,
@@ -39,7 +39,7 @@ def reproduce(
     dtype: options.DType = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Measure the paper's tables with the weights that are here.
+    """Measure the paper's tables on models that are here.
 
     Example: comet reproduce table1 --models smollm2-135m --dry-run
     """

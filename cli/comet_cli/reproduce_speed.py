@@ -22,7 +22,9 @@ def reproduce_speed(
     out: Annotated[Path, typer.Option(help="Folder for records and tables.", metavar="DIR")] = Path("runs/reproduce"),
     dry_run: JustCheck = False,
 ) -> None:
-    """Measure what the records do not cover yet, and write "paper | here | ratio".
+    """Measure the paper's performance figures on this GPU.
+
+    Only what the records do not cover yet is measured; the table is "paper | here | ratio".
 
     Example: comet reproduce-speed --records results/measured --report-only
     """

@@ -15,7 +15,8 @@ from comet_cli import calibrate, evaluate, main, runs
 from comet_cuda.errors import CometError
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("calibrate", "pack", "eval", "bench", "demo", "doctor")
+COMMANDS = ("calibrate", "pack", "eval", "inspect", "report", "export", "bench", "reproduce", "reproduce-speed", "demo",
+            "doctor")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,9 @@ def test_help_lists_the_commands_and_loads_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'datasets', 'matplotlib', 'lm_eval'} & set(sys.modules)\n"
         "print('loaded:', sorted(heavy))"
     )
-    for command in COMMANDS:
-        assert f"\n  {command} " in done.stdout
+    listed = done.stdout.partition("Commands:\n")[2].partition("loaded:")[0].splitlines()
+    assert {line.split()[0] for line in listed if line} == set(COMMANDS)
+    assert not [line for line in listed if line.endswith("...")]  # a line that is cut off
     assert "loaded: []" in done.stdout
 
 
@@ -61,11 +63,12 @@ def test_help_answers_in_under_0_3_seconds() -> None:
     assert sorted(times)[3] < 0.3, times
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str) -> None:
-    code, out, _ = comet(command, "--help")
+@pytest.mark.parametrize("command", [*COMMANDS, "bench kernel"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    code, out, _ = comet(*command.split(), "--help")
     assert code == 0
-    assert f"Usage: comet {command} " in out.replace("root", "comet") or f"{command} [OPTIONS]" in out
+    assert f"{command} [OPTIONS]" in out
+    assert f"\n  Example: comet {command}" in out
 
 
 @pytest.mark.parametrize(
@@ -119,13 +122,16 @@ def test_eval_without_any_packed_model_says_so() -> None:
     )
 
 
-def test_bench_on_a_cpu_says_in_one_line_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("typed", ["bench --batch 256", "bench kernel", "reproduce-speed"])
+def test_what_needs_a_gpu_says_so_and_what_needs_none(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, out, err = comet("bench", "--batch", "256")
+    code, out, err = comet(*typed.split())
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and "needs an NVIDIA GPU" in err and "--roofline" in err
+    error, hint = err.splitlines()
+    assert error.startswith("error: ") and "needs an NVIDIA GPU" in error
+    assert hint.startswith("hint: ") and "--roofline" in hint
 
 
 @pytest.mark.parametrize("batch", ["", "0", "1,,2", "many", "-4", "1.5"])
