@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,10 +145,14 @@ def _named_from_hub(name: str, role: Role) -> Corpus:
         documents = [str(row["text"]) for row in islice(shard, HUB_CALIBRATION_DOCUMENTS)]
         return _corpus("c4", documents, "documents joined with two newlines", "hub", f"{split}, first documents")
     except CometError as error:
-        log.warning(
-            "warning: %s is not here (%s); the text embedded in Python stands in. %s", name, error.message, ORIGIN_HINT
-        )
+        _warn_once(f"warning: {name} is not here ({error.message}); Python's own text stands in. {ORIGIN_HINT}")
         return _pydoc(role)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """A command may read its text several times."""
+    log.warning(message)
 
 
 def _hub_dataset(spec: str, role: Role) -> Corpus:

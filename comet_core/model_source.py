@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelSource", "WeightReader", "alias_names", "alias_shapes", "resolve_model"]
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # never pickles, never code
-HOW_TO_GIVE = "Give a folder with config.json and safetensors, a GGUF file, or --weights random to try it without weights."
+HOW_TO_GIVE = "Give a folder with config.json and safetensors, a GGUF file, or --weights random to do without."
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from comet_core.hidden import DEFAULT_LIMIT, TOKENS_A_STEP
 from comet_core.host_memory import forget_peak, peak_memory, total_memory, trim
 from comet_core.lanes import Lanes
 from comet_core.model_source import ModelSource
-from comet_core.progress import SilentProgress, Task
+from comet_core.progress import Progress, SilentProgress, Task
 from comet_core.quantize_group import needs_sixteen
 from comet_core.recipe import Recipe, with_calibration
 from comet_core.weight_reader import parameter_table
@@ -169,6 +169,7 @@ def rehearse(
     device: str,
     dtype: str,
     then: Callable[[Path], object] = lambda packed: None,
+    progress: Progress = SilentProgress(),
 ) -> Estimate:
     """Measure `command` on one and two layers, on a GPU three, and extend to the whole model and all windows.
 
@@ -176,6 +177,7 @@ def rehearse(
         cut: number of layers -> the model cut to them; 0 is the whole model.
         recipe: with the calibration that will be used. command: "calibrate" or "pack" (which includes calibrating).
         then: what is done with the packed folder afterwards; files that it leaves beside that folder count too.
+        progress: told of each run on few layers, which takes its time where windows are long.
     """
     whole, lanes = cut(0), resolve_lanes(device, dtype)[0]
     on_gpu = lanes.devices[0].type == "cuda"
@@ -187,14 +189,18 @@ def rehearse(
         more = min(windows, max(3 * few, windows // MOST_EXTENDED))
     deep = min(3 if on_gpu else 2, layers)
 
-    def run(count: int, some: int) -> _Run:
-        return _run_small(cut(count), recipe, some, command, device, dtype, then)
+    with progress.task("measure", 5 if more > few else 3) as task:
 
-    run(min(2, layers) if on_gpu else 1, windows if on_gpu else min(windows, step))  # loads all that is used first here
-    base = run(1, few)
-    first_more = run(1, more) if more > few else base
-    both = run(deep, few)
-    both_more = run(deep, more) if more > few else both
+        def run(count: int, some: int) -> _Run:
+            done = _run_small(cut(count), recipe, some, command, device, dtype, then)
+            task.advance()
+            return done
+
+        run(min(2, layers) if on_gpu else 1, windows if on_gpu else few)  # loads all that is used first here
+        base = run(1, few)
+        first_more = run(1, more) if more > few else base
+        both = run(deep, few)
+        both_more = run(deep, more) if more > few else both
     share = (windows - few) / max(1, more - few)  # of the difference that more windows made
 
     def extended(value: Callable[[_Run], float], *, layered: bool = True) -> float:

@@ -13,6 +13,7 @@ NEEDS = "speed needs an NVIDIA GPU of compute capability 8.0 or newer with a CUD
 WITHOUT = "comet bench --roofline and comet reproduce-speed --report-only need none"
 
 DEFAULT_MODEL = "llama-7b"
+DEFAULT_BATCH = "256"
 app = typer.Typer()
 
 
@@ -20,8 +21,13 @@ app = typer.Typer()
 def bench(
     context: typer.Context,
     batch: Annotated[
-        str, typer.Option(help="Sequences at once, separated by commas; max is as many as fit.", metavar="N,N,max,...")
-    ] = "256",
+        str | None,
+        typer.Option(
+            help="Sequences at once, separated by commas; max is as many as fit. 256 if not given, with --roofline 1 "
+            "to 256.",
+            metavar="N,N,max,...",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="A packed folder, or any model (random weights); the last packed one if not given."),
@@ -32,7 +38,7 @@ def bench(
     ] = "1024/512,128/128",
     layers: options.Layers = None,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="From shapes alone, no GPU needed: rooflines, memory by context.")
+        bool, typer.Option("--roofline", help="From shapes alone, no GPU: rooflines by batch, memory by context.")
     ] = False,
     gpu: Annotated[str, typer.Option(help="With --roofline: whose rates.")] = "H200",
     record: Annotated[Path | None, typer.Option(help="Append the records to this .jsonl file.", metavar="FILE")] = None,
@@ -54,9 +60,9 @@ def bench(
             raise CometError("--roofline computes from shapes alone, so there is nothing to try dry", "Leave out one.")
         from comet_cli.bench_roofline import show
 
-        show(model or DEFAULT_MODEL, gpu, plots, json=json)
+        show(model or DEFAULT_MODEL, gpu, [] if batch is None else batch_sizes(batch), plots, json=json)
         return
-    sizes = serving_sizes(batch)
+    sizes = serving_sizes(DEFAULT_BATCH if batch is None else batch)
     loads = [parse_load(text) for text in load.split(",")]
     if dry_run:
         from comet_cli.bench_serving import check

@@ -1,15 +1,16 @@
 """`comet bench --roofline`: where each part of a decode step stands, and memory by context, from shapes alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from comet_cli import console
 
 
-def show(model: str, gpu: str, plots: Path | None, *, json: bool) -> None:
-    """Print both tables for a model alias on a GPU whose rates are known."""
-    from comet_core.roofline import roofline
+def show(model: str, gpu: str, batches: Sequence[int], plots: Path | None, *, json: bool) -> None:
+    """Print both tables for a model alias on a GPU whose rates are known; of all BATCHES where none is given."""
+    from comet_core.roofline import BATCHES, roofline
 
-    found = roofline(model, gpu=gpu)
+    found = roofline(model, tuple(batches) or BATCHES, gpu=gpu)
     if json:
         console.data_json({"kind": "roofline", **found})
     else:

@@ -154,14 +154,14 @@ class BarTask:
 class BarProgress:
     """Progress as bars with time left and memory; bars nest, all of them live in one display.
 
-    rich's own column of the time left knows steps of the last 30 seconds alone, and so says nothing where one is longer.
+    rich's own column of the time left knows steps of the last 30 seconds alone: it is empty where one is longer.
     """
 
     def __init__(self, console: "Console") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[left]}", "{task.fields[memory]}")
-        self.bars = Progress(*columns, console=console, transient=True)
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[left]}")
+        self.bars = Progress(*columns, "{task.fields[memory]}", console=console, transient=True)
         self.open = 0
 
     @contextmanager

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from comet_core.recipe import Recipe
 
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only check, and say what the run will take, from one measured layer.")
+    bool, typer.Option("--dry-run", help="Only check, and say what the run will take, from its first layers.")
 ]
 JustCheck = Annotated[bool, typer.Option("--dry-run", help="Only check, and say what would be done.")]
 Rows = Sequence[Mapping[str, str]]
@@ -49,8 +49,8 @@ def dry_run(
 
     source = cut(0)
     _, data = calibration_tokens(source, recipe)
-    console.talk(f"measuring one and two layers of {source.name}")
-    found = rehearse(cut, recipe, command, device=device, dtype=dtype, then=then)
+    console.talk(f"measuring the first layers of {source.name}, a few times over")
+    found = rehearse(cut, recipe, command, device=device, dtype=dtype, then=then, progress=console.progress())
     require_disk(folder, found.disk + SPARE_DISK, "the result")
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     config = source.config.get_text_config()
@@ -59,7 +59,7 @@ def dry_run(
     rows = {
         "model": f"{source.name}, {config.num_hidden_layers} layers",
         "widths": ", ".join(f"{key.removesuffix('_size')} {width:,}" for key, width in widths.items()),
-        "tensor parallel": _degrees(recipe.blocks.tp_granularity),
+        "tensor parallel": degrees(recipe.blocks.tp_granularity),
         "recipe": recipe.name,
         "data": f"{data['name']} ({data['origin']}), {data['samples']} x {data['seq_len']} tokens",
         **takes(f"{command} {source.name}", found, "use fewer or shorter windows (--samples, --seq-len)"),
@@ -208,7 +208,7 @@ def has_integer_scales(recipe: "Recipe") -> bool:
     return recipe.activations.share == "token" and recipe.activations.bits == 4
 
 
-def _degrees(granularity: int) -> str:
+def degrees(granularity: int) -> str:
     """Over how many GPUs the packed model can be split."""
     fitting = [n for n in range(1, granularity + 1) if granularity % n == 0]
     return f"{', '.join(map(str, fitting))} (blocks.tp_granularity {granularity})"

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from comet_cli import console, options
+from comet_cli.dry_run import degrees
 from comet_cli.runs import last_packed
 
 
@@ -47,7 +48,7 @@ def facts(found: dict[str, Any]) -> dict[str, str]:
         "4-bit share": f"{found['int4_mac_fraction']:.1%} of multiply-adds",
         "KV cache": found["kv_cache"],
         "embedding": f"{found['embedding_bits']} bit",
-        "tensor parallel": f"up to {found['tp_granularity']}, and any divisor of it",
+        "tensor parallel": degrees(found["tp_granularity"]),
         "calibration": f"{data['name']}, {data['samples']} x {data['seq_len']} tokens, seed {data['seed']}",
         "linears": f"{console.human_bytes(found['linear_bytes'])}, {ratio:.3f} of 16 bit",
         "other tensors": console.human_bytes(found["other_bytes"]),

@@ -17,7 +17,8 @@ OUT = Path("runs") / "reproduce"
 
 def reproduce(
     tables: Annotated[
-        list[str] | None, typer.Argument(help="table1, table2, ... or a YAML file; both tables if not given.", metavar="TABLE")
+        list[str] | None,
+        typer.Argument(help="table1, table2, ... or a YAML file; both tables if not given.", metavar="TABLE"),
     ] = None,
     models: Annotated[str | None, typer.Option(help="Only these models.", metavar="A,B,...")] = None,
     recipes: Annotated[str | None, typer.Option(help="Only rows with these recipes.", metavar="A,B,...")] = None,

@@ -50,7 +50,15 @@ def test_json_says_what_the_loaded_model_is() -> None:
 def test_tables(flag: tuple[str, ...]) -> None:
     code, out, _ = comet("inspect", str(GOLDEN), *flag)
     assert code == 0
-    for word in ("golden", "w4a4kv4", "4 bit, keys per channel", "sm_90 (H100, H200)", "e4m3", "not recomputed"):
+    for word in (
+        "golden",
+        "w4a4kv4",
+        "4 bit, keys per channel",
+        "sm_90 (H100, H200)",
+        "e4m3",
+        "not recomputed",
+        "1 (blocks.tp_granularity 1)",
+    ):
         assert word in out
     assert ("model.layers.1.mlp.down_proj" in out) == bool(flag)
 

@@ -380,6 +380,8 @@ def test_the_roofline_needs_no_gpu(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = comet("bench", "--roofline")
     assert code == 0 and "memory" in out and "131,072" in out
+    parts = json.loads(comet("bench", "--roofline", "--batch", "3,5", "--json")[1])["parts"]
+    assert {row["batch"] for row in parts} == {3, 5}
     assert comet("bench", "--roofline", "--gpu", "abacus")[0] == 2
     assert "measures nothing" in comet("bench", "--roofline", "--record", "a.jsonl")[2]
 

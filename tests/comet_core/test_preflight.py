@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,18 @@ def test_a_rehearsal_leaves_nothing_and_counts_every_layer(tmp_path: Path, monke
     assert not list((tmp_path / "scratch").glob("comet-*"))
 
 
+class Told(SilentProgress):
+    """Counts what one task was told."""
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator["Told"]:
+        self.total, self.done = total, 0
+        yield self
+
+    def advance(self, steps: int = 1) -> None:
+        self.done += steps
+
+
 @pytest.mark.parametrize("epochs", [0, 2])
 @pytest.mark.parametrize("gpus", [0, 1, 2])
 def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int, gpus: int) -> None:
@@ -92,7 +106,9 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     devices = tuple(torch.device("cuda", i) for i in range(gpus)) or (torch.device("cpu"),)
     monkeypatch.setattr(preflight, "resolve_lanes", lambda *_: (Lanes(devices), torch.float32))
     cut = lambda n: resolve_model(spec, weights="random", layers=n or None)  # noqa: E731
-    found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto")
+    told = Told()
+    found = rehearse(cut, recipe, "pack", device="cpu", dtype="auto", progress=told)
+    assert told.total == told.done == len(asked)
     on_cpu = [(1, 64), (1, 64), (1, 250), (2, 64), (2, 250)]
     assert asked == ([(2, 2000), (1, 2000), (3, 2000)] if gpus else on_cpu)
     assert found.seconds == pytest.approx(5 + 6 * (2 + 0.5 * 2000))
