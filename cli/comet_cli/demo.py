@@ -1,8 +1,8 @@
 """`comet demo`: the whole road on a small real model, with the public commands, ending in one table.
 
-Each step is the command a user would type, run as a process of its own; only its JSON lines are read. A calibration
-that lies there is not made again. The packed model of the default recipe is made last, so that `comet eval --ppl
-wikitext2` afterwards means that one.
+Each step is the command a user would type, run as a process of its own; only its JSON lines are read, and kept until
+the table is printed, so that a demo that was stopped goes on. The packed model of the default recipe is made last, so
+that `comet eval --ppl wikitext2` afterwards means that one.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from comet_cli import console, fetch, pack, runs
+from comet_cli import console, fetch, runs
 from comet_cli.evaluate import protocol_line
 from comet_cuda.errors import CometError
 
@@ -23,6 +23,8 @@ MODEL = "smollm2-135m"
 NAIVE, DEFAULT = "w4a4-naive", "w4a4kv4"
 TITLES = {NAIVE: "W4A4KV4, no permutation or 8-bit blocks", DEFAULT: "W4A4KV4"}  # in the order they are made
 NAIVE_SAMPLES = 1  # plain rounding learns nothing from calibration text: more would change no byte of its weights
+HOME = runs.RUNS / "demo"
+STEPS = HOME / "steps.json"  # commands that have run, and their JSON lines; gone when all have
 PROMPT = "The three most common gases in the air are"
 Records = list[dict[str, Any]]
 
@@ -40,16 +42,14 @@ def demo(
     """
     console.talk("about 10 minutes on two idle cores; stopped at any moment, the same command goes on")
     fetch.fetch(MODEL)
-    home = runs.RUNS / "demo"
     measure = ["--ppl", "wikitext2", "--windows", str(windows), "--seq-len", str(seq_len), "--prompt", prompt]
     rows = []
     protocol: Any = None
     for recipe, title in TITLES.items():
-        calibration, packed = home / recipe / "calibration", home / recipe / "packed"
+        calibration, packed = HOME / recipe / "calibration", HOME / recipe / "packed"
         count = NAIVE_SAMPLES if recipe == NAIVE else samples
-        if missing(calibration, recipe, samples=count, seq_len=calibration_seq_len):
-            size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
-            step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
+        size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
+        step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
         step("pack", MODEL, "--recipe", recipe, "--calibration", str(calibration), "--out", str(packed))
         records = step("eval", str(packed), *measure, "--no-compare")
         protocol = first(records, "perplexity")["protocol"]
@@ -58,21 +58,19 @@ def demo(
     rows.append(row("16-bit", records, weights_folder()))
     console.table(f"{MODEL}, {windows} windows of {seq_len:,} tokens", rows[::-1])
     console.data(protocol_line(protocol))
+    STEPS.unlink()
     console.talk("next: comet eval --ppl wikitext2      (all windows, beside the 16-bit model)")
 
 
-def missing(calibration: Path, recipe: str, **size: int) -> bool:
-    """Whether that calibration is yet to be made."""
-    from comet_core.model_source import resolve_model
-    from comet_core.recipe import load_recipe, with_calibration
-
-    wanted = with_calibration(load_recipe(recipe), data=None, seed=None, **size)
-    return bool(pack.why_not(calibration, resolve_model(MODEL), wanted, size))
-
-
 def step(*arguments: str) -> Records:
-    """Run one comet command; its talk goes to our stderr, its JSON lines are the result."""
-    console.talk(f"$ comet {shlex.join(arguments)}")
+    """Run one comet command, or recall that it has run; its talk goes to our stderr, its JSON lines are the result."""
+    from comet_core.whole_files import write_text
+
+    typed = shlex.join(arguments)
+    known: dict[str, Records] = json.loads(STEPS.read_text(encoding="utf-8")) if STEPS.exists() else {}
+    console.talk(f"$ comet {typed}" + ("\n  done before" if typed in known else ""))
+    if typed in known:
+        return known[typed]
     command = [sys.executable, "-m", "comet_cli", *arguments, "--json"]
     start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -81,7 +79,9 @@ def step(*arguments: str) -> Records:
     if done.returncode:
         raise CometError(f"comet {arguments[0]} ended with {done.returncode}", "Its own lines above say why.")
     console.talk(f"  {console.human_seconds(time.monotonic() - start)}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    write_text(STEPS, json.dumps({**known, typed: records}))
+    return records
 
 
 def first(records: Records, metric: str) -> dict[str, Any]:

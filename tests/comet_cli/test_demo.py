@@ -1,13 +1,16 @@
-"""`comet demo` on a tiny model: one table, and what was done is not done again."""
+"""`comet demo` on a tiny model: one table; stopped, it goes on."""
 
-import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from comet_cli import demo, fetch, main
+
+STOPPED_AT = 5  # of the commands it types: the second pack
 
 
 @pytest.fixture
@@ -28,25 +31,29 @@ def typed(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) 
     LlamaForCausalLM(config).to(torch.float16).save_pretrained("tiny")
     commands: list[str] = []
 
-    def step(*arguments: str) -> demo.Records:
-        commands.append(arguments[0])
-        done = CliRunner().invoke(main.app, [*arguments, "--json"], catch_exceptions=False)
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command[3])
+        if len(commands) == STOPPED_AT:
+            return subprocess.CompletedProcess(command, 130, "")
+        done = CliRunner().invoke(main.app, command[3:], catch_exceptions=False)
         assert done.exit_code == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return subprocess.CompletedProcess(command, 0, done.stdout)
 
     monkeypatch.setattr(demo, "MODEL", "tiny")
-    monkeypatch.setattr(demo, "step", step)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
     monkeypatch.setattr(fetch, "fetch", lambda alias: None)
     return commands
 
 
-def test_one_table_and_a_calibration_that_lies_there_is_not_made_again(typed: list[str]) -> None:
+def test_one_table_and_what_was_done_when_it_was_stopped_is_not_done_again(typed: list[str]) -> None:
     small = ["demo", "--samples", "4", "--calibration-seq-len", "32", "--windows", "1", "--seq-len", "32"]
-    for count in ("4", "5"):  # the naive recipe takes one window in both
-        small[2] = count
-        done = CliRunner().invoke(main.app, small, catch_exceptions=False)
-        assert done.exit_code == 0 and "minutes" in done.stderr
-        for title in ("tiny, 1 windows of 32 tokens", "16-bit", *demo.TITLES.values(), "protocol: "):
-            assert title in done.stdout
+    done = CliRunner().invoke(main.app, small, catch_exceptions=False)
+    assert done.exit_code == 130 and "goes on" in done.stderr and "minutes" in done.stderr
     road = ["calibrate", "pack", "eval"]
-    assert typed == [*road, *road, "eval", "pack", "eval", *road, "eval"]
+    assert typed == [*road, "calibrate", "pack"]
+    done = CliRunner().invoke(main.app, small, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    assert typed == [*road, "calibrate", "pack", "pack", "eval", "eval"]
+    for title in ("tiny, 1 windows of 32 tokens", "16-bit", *demo.TITLES.values(), "protocol: "):
+        assert title in done.stdout
+    assert not demo.STEPS.exists()  # a finished demo is made anew
