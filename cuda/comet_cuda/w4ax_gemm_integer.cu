@@ -61,7 +61,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void load(unsigned (&a)[4][4]) const { expand(fetch(place), a); }
 
-    // Give a stage back.
+    // Give a stage back. Its nibbles have come, since their product has; what is loaded after that needs a fence before.
     __device__ __forceinline__ void release(unsigned barrier) const {
         __syncwarp();
         if ((thread & 31) == 0) mbarrier_arrive(barrier);
