@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml | $(PY)
 	@$(PY) -m pip install $(QUIET) -e '.[eval]' || echo "lm-eval was not installed: comet eval --tasks will say so, and tests of it are skipped" >&2
 	@touch $@
 
-demo: setup  ## quantize SmolLM2-135M and print one table, under 10 minutes on 2 cores
+demo: setup  ## quantize SmolLM2-135M and print one table, 8 minutes on 2 cores
 	$(PY) -m comet_cli demo
 
 test: setup  ## all default tests, on the CPU

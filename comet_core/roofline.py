@@ -30,7 +30,7 @@ GPUS = {
         "H200",
         4.3,
         {"bf16": 790.0, "fp8": 1540.0, "w4ax": 1540.0},
-        "a large copy and cuBLAS at its best on one, no record kept",
+        "as measured, without a record",
     ),
     "A100": Gpu("A100 80 GB", 2.039, {"bf16": 312.0, "fp8": 624.0, "w4ax": 1248.0}, "data sheet; fp8 stands for INT8"),
 }

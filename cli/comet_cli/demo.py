@@ -40,7 +40,7 @@ def demo(
 
     Example: comet demo
     """
-    console.talk("about 10 minutes on two idle cores; stopped at any moment, the same command goes on")
+    console.talk("8 minutes on two idle cores; stopped at any moment, the same command goes on")
     fetch.fetch(MODEL)
     measure = ["--ppl", "wikitext2", "--windows", str(windows), "--seq-len", str(seq_len), "--prompt", prompt]
     rows = []

@@ -51,6 +51,7 @@ def served(scheme: str, rate: float, engine: str = "comet", batch: int = 256, **
     return {
         "kind": "e2e", "model": headline.SERVED, "layers": 32, "scheme": scheme, "engine": engine, "batch": batch,
         "prompt_tokens": 1024, "output_tokens": 512, "tokens_per_s": rate,
+        "tpot_ms": 1000 / rate, "memory_gib": rate / 10,
     } | more  # fmt: skip
 
 
@@ -63,5 +64,5 @@ def test_served_names_the_best_that_is_not_ours() -> None:
         served("fp8", 400.0, "vLLM 0.26.0, GPUs: 2 (tensor parallel)"),
     ]  # fmt: skip
     *_, ours, vllm = cells(headline.served(records))
-    assert ours == ["COMET, 256 at once", "100", "150", "1.50", "160 (W4A8KV4)"]
-    assert vllm == ["vLLM, 256 at once", "80", "120", "1.50", "110 (fp8)"]
+    assert ours == ["COMET, 256 at once", "100", "150", "1.50", "160 (W4A8KV4)", "10.0 to 6.7", "10.0 to 15.0"]
+    assert vllm == ["vLLM, 256 at once", "80", "120", "1.50", "110 (fp8)", "12.5 to 8.3", ""]
