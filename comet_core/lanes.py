@@ -10,7 +10,7 @@ itself first (the moments of GPTQ) differs by the rounding of a float32 sum.
 Several devices are taken only where they are named. What a second one costs moves between the two: for every layer its
 weights, twice while packing (as they were, and as they are packed), and the moments of every group, up to four matrices
 of its channels squared in float32; all else that a layer takes (reading it, its plan, GPTQ) is done on the first alone.
-For layers of LLaMA-3-8B two H200 calibrate in half the time and pack in the same (results/LOG.md).
+For layers of LLaMA-3-8B two H200 calibrate faster than one and pack as fast (results/LOG.md).
 """
 
 import copy

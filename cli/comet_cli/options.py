@@ -44,7 +44,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, ...).")]
 Devices = Annotated[
     str,
     typer.Option(
-        help="auto, cpu or cuda (cuda:1, ...); cuda:0,cuda:1 share the windows: calibrating takes half the time then."
+        help="auto, cpu or cuda (cuda:1, ...); cuda:0,cuda:1 share the windows, for faster calibrating."
     ),
 ]
 DType = Annotated[str, typer.Option(help="What the model computes in: auto, float32, bfloat16 or float16.")]
