@@ -43,9 +43,7 @@ Layers = Annotated[int | None, typer.Option(help="Keep only the first N decoder 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (cuda:1, ...).")]
 Devices = Annotated[
     str,
-    typer.Option(
-        help="auto, cpu or cuda (cuda:1, ...); cuda:0,cuda:1 share the windows, for faster calibrating."
-    ),
+    typer.Option(help="auto, cpu or cuda (cuda:1, ...); cuda:0,cuda:1 share the windows, for faster calibrating."),
 ]
 DType = Annotated[str, typer.Option(help="What the model computes in: auto, float32, bfloat16 or float16.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1, metavar="N")]
