@@ -21,6 +21,7 @@ from comet_core.provenance import provenance
 from comet_core.recipe import Recipe, load_recipe, recipe_folder
 from comet_core.results import Record
 from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.dispatch import device_arch
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, PreparedLinear, prepare_linear
@@ -108,7 +109,10 @@ class Case:
             self.bits[: int8_blocks(blocks, self.recipe.blocks.int4_mac_fraction)] = 8
         bits = self.bits.to(self.device)
         share = SHARES[a.share] if bool((self.bits == 4).any()) else 1  # as `comet calibrate` decides it
-        perm = torch.randperm(k, device=self.device).int() if self.recipe.blocks.permute else None
+        perm = None
+        if self.recipe.blocks.permute:  # as a calibration of random importance orders them
+            perm = torch.randperm(k, device=self.device).int()
+            perm = spread_over_banks(perm, bits) if a.hadamard else perm
         clip = torch.where(bits == 4, a.clip, 1.0).float()
         rotated = a.hadamard and bool((self.bits == 4).any())
         inputs = ActivationFormat(perm, bits, clip, rotated, share)

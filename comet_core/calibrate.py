@@ -42,6 +42,7 @@ from comet_core.recipe import LinearSpec, Recipe
 from comet_core.transform import transformed
 from comet_core.whole_files import claimed
 from comet_cuda.affine import num_blocks
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token_ref import MOST_CHANNELS
 
@@ -356,7 +357,10 @@ def _plan_group(m: _Measured) -> GroupPlan:
     clip = clip_values(bits, m.spec.activations)
     if m.clips is not None:
         clip = torch.where(bits == 4, m.clips, clip)
-    plan = BlockPlan(m.perm, bits, clip, hadamard, _share(m, bits))
+    perm = m.perm
+    if hadamard and m.choice.segments == 1 and not m.group.producers:  # a kernel gathers, and the order is free
+        perm = spread_over_banks(perm, bits)
+    plan = BlockPlan(perm, bits, clip, hadamard, _share(m, bits))
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)
 

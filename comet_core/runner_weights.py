@@ -21,6 +21,7 @@ from comet_core.paged_cache import AttentionSpec
 from comet_core.runner_model import RunnerLayer, RunnerModel
 from comet_core.serving_scheme import Scheme
 from comet_cuda.affine import BLOCK, num_blocks
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat
 from comet_cuda.quantize_act import TOKEN
@@ -209,6 +210,7 @@ class RandomLinears:
         perm = None
         if permuted:
             perm = torch.randperm(channels, device=self.device, generator=self.generator).to(torch.int32)
+            perm = spread_over_banks(perm, bits) if self.hadamard else perm
         clip = torch.full((blocks,), CLIP, dtype=torch.float32, device=self.device)
         inputs = ActivationFormat(perm, bits, clip, self.hadamard, self.share)
         return w4ax_linear(qweight, scale, zero, inputs, bias, self.dtype)

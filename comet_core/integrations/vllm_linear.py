@@ -15,6 +15,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from comet_core.integrations.tensor_parallel import check_row_parallel, local_permutation, local_shapes
 from comet_core.packed import PACK_TENSORS, LinearEntry
+from comet_cuda.affine import num_blocks
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.errors import CometError
 from comet_cuda.prepared_linear import ActivationFormat, prepare_linear
 from comet_cuda.quantize_act import quantize_act
@@ -111,15 +113,17 @@ class _SharedLoader:
 def _initial(leaf: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """What a tensor holds before anything is loaded, which must be harmless: weights may never come (dummy)."""
     if leaf == "perm":
-        return torch.randperm(shape[0], dtype=dtype)
+        return spread_over_banks(torch.randperm(shape[0], dtype=dtype), _dummy_bits(num_blocks(shape[0])))
     if leaf == "block_bits":
-        bits = torch.full(shape, 4, dtype=dtype)
-        bits[: shape[0] // DUMMY_INT8] = 8
-        return bits
+        return _dummy_bits(shape[0]).to(dtype)
     value = {"act_clip": 1.0, "w_zero": 8, "w_scale": DUMMY_SCALE, "weight_base": DUMMY_SCALE}.get(leaf, 0)
     if leaf == "qweight":
         return torch.randint(0, 256, shape, dtype=dtype)
     return torch.full(shape, value, dtype=dtype)
+
+
+def _dummy_bits(blocks: int) -> Tensor:
+    return torch.where(torch.arange(blocks) < blocks // DUMMY_INT8, 8, 4)
 
 
 def _leaves(layer: Any) -> list[str]:

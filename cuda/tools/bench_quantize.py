@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda.affine import num_blocks
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.quantize_act_cuda import quantize_act_tiled, quantize_act_tiled_ref
 from comet_cuda.quantize_fused import (
     rms_norm_quantize,
@@ -47,6 +48,7 @@ INT4_SHARE = 0.84
 TOKEN = 0  # as a share: all scales of a token are multiples of one (quantize_token.py)
 SEED = 0
 BASE = "sm_90 layout, bf16, Hadamard"
+UNORDERED = "channels in order of importance alone"  # not for banks (bank_order.py)
 
 
 class Case:
@@ -59,7 +61,11 @@ class Case:
         self.bits[: round((1 - INT4_SHARE) * blocks)] = 8
         self.bits = self.bits.cuda()
         self.clip = torch.full((blocks,), 0.9, device="cuda")
-        self.perm = None if variant in ("no gather", "silu_mul") else torch.randperm(k, device="cuda").to(torch.int32)
+        self.perm = None
+        if variant not in ("no gather", "silu_mul"):
+            self.perm = torch.randperm(k, device="cuda").to(torch.int32)
+            if variant != UNORDERED:
+                self.perm = spread_over_banks(self.perm, self.bits)
         self.hadamard = variant != "no hadamard"
         width = 2 * k if variant == "silu_mul" else k
         self.inputs = [torch.randn(m, width, device="cuda").bfloat16() for _ in range(copies)]
@@ -163,7 +169,7 @@ def main() -> None:
     rate = (1 << 30) / time_copy(1 << 30)  # bytes a microsecond
     print(f"torch.neg over 1 GB: {rate / 1e6:.2f} TB/s")
     cases = [(m, k, variant, 1) for m, k in SHAPES for variant in ("", "no hadamard", "no gather")]
-    cases += [(m, k, variant, TOKEN) for m, k in SHAPES for variant in ("", "no gather")]
+    cases += [(m, k, variant, TOKEN) for m, k in SHAPES for variant in ("", UNORDERED, "no gather")]
     cases += [
         (m, k, variant, share) for m, k in FUSED_SHAPES for variant in ("rms_norm", "silu_mul") for share in (1, TOKEN)
     ]

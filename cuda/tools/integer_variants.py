@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from comet_cuda import w4ax_gemm_integer as gemm
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.quantize_act import int8_group
 from comet_cuda.quantize_token import quantize_token_gpu
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
@@ -156,6 +157,7 @@ class IntegerProblem:
         if behind:
             k = 128 * len(self.bits)
             x, perm = torch.randn(self.m, k, device="cuda").bfloat16(), torch.randperm(k, device="cuda").int()
+            perm = spread_over_banks(perm, self.bits.cuda())
             clip = torch.ones(len(self.bits), device="cuda")
             launches = [
                 lambda launch=launch: (quantize_token_gpu(x, perm, self.int8_blocks, clip, True), launch())  # type: ignore[misc]
