@@ -18,7 +18,7 @@ from comet_cuda.errors import CometError
 
 def tuned_recipe(**changes: Any) -> Any:
     recipe = load_recipe("w4a4kv4")
-    return dataclasses.replace(recipe, tuning=TuningSpec(epochs=4, windows=1, **({"learning_rate": 0.01} | changes)))
+    return dataclasses.replace(recipe, tuning=TuningSpec(epochs=4, windows=1, **({"learning_rate": 0.004} | changes)))
 
 
 def test_tuning_changes_what_it_may_and_lowers_the_divergence(tiny: Any, put_through: Any, llama_config: Any) -> None:
