@@ -11,7 +11,7 @@ import functools
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,7 @@ class LoadedKernel:
             words: how many 64-bit words of the struct calls give, as integers: the first ones. fixed: the rest of it.
         """
         device, function, start = self.device, self._function, self._launch
+        current_stream = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined,unused-ignore]
         offset, size = self._parameter(0)
         if offset != 0 or size != 8 * words + len(fixed):
             raise TypeError(f"{self.entry} takes {size} bytes of parameters, not {8 * words + len(fixed)}")
@@ -209,7 +210,7 @@ class LoadedKernel:
         def launch(*values: int) -> None:
             parameters, stream, config, extra = buffers.bound
             parameters[:] = values  # type: ignore[call-overload]  # a tuple does
-            stream.value = torch._C._cuda_getCurrentRawStream(device)  # type: ignore[attr-defined,unused-ignore]
+            stream.value = current_stream(device)
             status = start(config, function, None, extra)
             if status == _INVALID_CONTEXT:  # a thread in which torch has not used this GPU yet
                 _use_torch_context(device)
@@ -243,34 +244,56 @@ class LoadedKernel:
             )
 
 
-def _torch_allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] | None:
-    """torch's own shortcut to its CUDA allocator, which its compiler's code uses; None where a version has none."""
+def _torch_internal(name: str) -> Callable[..., Any] | None:
+    """What torch's compiler calls from its code, `torch._C._dynamo.guards.<name>`; None where a version has none."""
     try:
         from torch._C._dynamo import guards
     except ImportError:
         return None
-    return getattr(guards, "_empty_strided_cuda", None)
+    return getattr(guards, name, None)
 
 
-_empty_strided = _torch_allocator()
+_empty_strided = _torch_internal("_empty_strided_cuda")
+_tensor_guards = _torch_internal("TensorGuards")
+
+
+def nothing_alike(*_: torch.Tensor) -> bool:
+    """The guard of no tensors."""
+    return False
+
+
+def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """A function of as many tensors that tells, at a third of the time of checks, whether they are like these.
+
+    It compares class, type, shape, strides, device and whether autograd looks on, and keeps no tensor. False says
+    nothing: one tensor given twice is never like two.
+    """
+    if _tensor_guards is None:
+        return nothing_alike
+    check: Callable[..., bool] = _tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def _empty(shape: tuple[int, ...], _: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 class EmptyTensors:
-    """Uninitialized contiguous tensors of fixed shapes and types, at a third of torch.empty's host time."""
+    """Uninitialized contiguous tensors of fixed shapes and types, at a third of torch.empty's host time.
+
+    here() makes a fresh set, an iterator, on torch's current GPU.
+    """
 
     def __init__(self, *kinds: tuple[tuple[int, ...], torch.dtype]) -> None:
         """kinds: shape and type of each tensor."""
-        self._kinds = [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype in kinds]
+        strided = [(shape, torch.empty(shape, device="meta").stride(), dtype) for shape, dtype in kinds]
+        self.here: Callable[[], Iterator[torch.Tensor]] = functools.partial(
+            itertools.starmap, _empty_strided or _empty, strided
+        )
 
-    def here(self) -> list[torch.Tensor]:
-        """A fresh set on torch's current GPU."""
-        if _empty_strided is None:
-            return [torch.empty(shape, dtype=dtype, device="cuda") for shape, _, dtype in self._kinds]
-        return [*itertools.starmap(_empty_strided, self._kinds)]
-
-    def on(self, device: int) -> list[torch.Tensor]:
+    def on(self, device: int) -> Iterator[torch.Tensor]:
         """A fresh set on GPU `device`."""
         if device == torch._C._cuda_getDevice():
             return self.here()
         with torch.cuda.device(device):
-            return self.here()
+            return iter([*self.here()])

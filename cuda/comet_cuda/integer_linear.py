@@ -33,7 +33,6 @@ class Step:
     multiples_at: int  # bytes from the buffer's start
     scale_at: int
     blocks: int
-    sizes: tuple[int, int]  # see quantize_token.Call
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,7 +48,7 @@ def _step(
     multiples_at = _rounded(codes[0] * codes[1] * codes[2])
     scale_at = multiples_at + _rounded(4 * multiples[0] * multiples[1] * multiples[2])
     results = EmptyTensors(((scale_at + 4 * scale[0],), torch.uint8), ((tokens, rows), dtype))
-    return Step(first.bound, second.bound, results, multiples_at, scale_at, first.blocks, first.sizes)
+    return Step(first.bound, second.bound, results, multiples_at, scale_at, first.blocks)
 
 
 def _rounded(size: int) -> int:
@@ -107,9 +106,7 @@ def integer_linear(
     buffer, y = step.results.here()
     codes = buffer.data_ptr()
     multiples, scale = codes + step.multiples_at, codes + step.scale_at
-    step.quantize(
-        x_at, 0, 0, 0, perm_at, 0, clip.data_ptr(), codes, scale, *step.sizes, multiples, weight.int8_blocks
-    )  # fmt: skip
+    step.quantize(x_at, 0, 0, 0, perm_at, multiples, clip.data_ptr(), codes, scale)
     step.multiply(
         records.data_ptr(), weight.base.data_ptr(), codes, multiples, scale, bias_at, y.data_ptr(),
         *workspace(device).addresses,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 LIBRARY = torch.library.Library("comet", "DEF")
 
@@ -22,4 +23,4 @@ def define_op(schema: str, reference: Callable[..., Any], fake: Callable[..., An
 
 def is_plain_cuda(x: torch.Tensor) -> bool:
     """Whether the dispatcher, which costs a third of all host time, has nothing to add: no tracing, no subclass."""
-    return x.is_cuda and type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    return x.is_cuda and type(x) is torch.Tensor and not is_dynamo_compiling()

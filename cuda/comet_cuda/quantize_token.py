@@ -10,7 +10,9 @@ quantize_token.cu (its plan is in quantize_token_plan.py).
 
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from comet_cuda import quantize_many, quantize_row, quantize_stay
 from comet_cuda.affine import BLOCK, num_blocks
 from comet_cuda.dispatch import device_arch, device_capability
-from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of, guard, nothing_alike
 from comet_cuda.errors import CometError
 from comet_cuda.jit import compile_kernel
 from comet_cuda.library import LIBRARY, define_op, is_plain_cuda
@@ -41,9 +43,8 @@ from comet_cuda.quantize_token_ref import (
     token_shapes,
 )
 
-WORDS = 13  # of struct TokenParams of token_scale.cuh, 64 bits each
-_SIZES = struct.Struct("<3if")  # two of them: M, K, NB, eps
-_FLOAT, _INT = torch.float32, torch.int32
+_POINTERS = 9  # of struct TokenParams of token_scale.cuh,
+_SIZES = struct.Struct("<3ifi4x")  # and the rest of it: M, K, NB, eps, INT8 blocks
 
 
 def _bind(
@@ -56,6 +57,7 @@ def _bind(
     aligned: int,
     gathered: bool,
     int8_blocks: int,
+    eps: float,
 ) -> tuple[BoundLaunch, bool]:
     """The launch of one shape, and whether it reads a permutation. `aligned`: the rows' addresses modulo 16."""
     if rows * num_blocks(channels) * BLOCK >= MOST_CODES:
@@ -73,7 +75,8 @@ def _bind(
     ) -> BoundLaunch:
         kernel = compile_kernel(source, source.removesuffix(".cu"), device_arch(device), defines, OPTIONS)
         overlap = device_capability(device) >= (9, 0)  # may start before the previous kernel ends
-        return kernel.load(device).bind(ctas, WARP * warps, WORDS, shared_bytes, overlap)
+        sizes = _SIZES.pack(rows, channels, num_blocks(channels), eps, int8_blocks)
+        return kernel.load(device).bind(ctas, WARP * warps, _POINTERS, shared_bytes, overlap, sizes)
 
     if hopper and aligned == 0:
         row = quantize_row.plan_row(rows, channels, fuse, gathered, int8_blocks, sms, limit)
@@ -107,9 +110,9 @@ class Call:
 
     bound: BoundLaunch
     gather: bool  # it reads a permutation
+    channels: int  # K
     blocks: int
     results: EmptyTensors  # codes, multiples, scale, and x + residual for the norm (empty without a residual)
-    sizes: tuple[int, int]  # M, K, NB and eps, as two words
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,16 +131,22 @@ def _bound(
         results.append(((rows, channels) if summed else (0,), dtype))
     bound, gather = (lambda *_: None), False  # without tokens
     if rows > 0:
-        bound, gather = _bind(device, rows, channels, dtype, hadamard, fuse, aligned, gathered, int8_blocks)
-    first, second = struct.unpack("<2Q", _SIZES.pack(rows, channels, blocks, eps))
-    return Call(bound, gather, blocks, EmptyTensors(*results), (first, second))
+        bound, gather = _bind(device, rows, channels, dtype, hadamard, fuse, aligned, gathered, int8_blocks, eps)
+    return Call(bound, gather, channels, blocks, EmptyTensors(*results))
 
 
-def _wrong(name: str, tensor: Tensor, dtype: torch.dtype, size: int, device: int) -> CometError:
-    return CometError(
-        f"quantize_token: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-        f"it must be contiguous {dtype} ({size},) on cuda:{device}",
-    )
+def _expect(name: str, tensor: Tensor, dtype: torch.dtype, size: int, device: int) -> None:
+    if tensor.dtype != dtype or tensor.numel() != size or tensor.get_device() != device or not tensor.is_contiguous():
+        raise CometError(
+            f"quantize_token: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            f"it must be contiguous {dtype} ({size},) on cuda:{device}",
+        )
+
+
+# What was launched, and the guard of its tensors. Shapes of as many values share a place; the guard tells them apart.
+_CALLS: dict[tuple[object, ...], tuple[Call, Callable[..., bool]]] = {}
+_MOST_CALLS = 4096
+_NEW: Any = (None, nothing_alike)
 
 
 def launch(
@@ -150,75 +159,66 @@ def launch(
     residual: Tensor | None = None,
     weight: Tensor | None = None,
     eps: float = 0.0,
-) -> list[Tensor]:
-    """Quantize contiguous x [M, K] (or [M, 2K] for silu_mul) on its GPU: the results of `Call`."""
-    device = x.get_device()
-    if device != torch._C._cuda_getDevice():
-        with gpu_of(x, "quantize_token: x"):
-            return launch(x, perm, int8_blocks, clip, hadamard, fuse, residual, weight, eps)
-    rows, channels = x.shape
-    channels = channels // 2 if fuse == "silu_mul" else channels
-    x_at = x.data_ptr()
-    weight_at = 0 if weight is None else weight.data_ptr()
-    residual_at = 0 if residual is None else residual.data_ptr()
-    call = _bound(
-        device, rows, channels, x.dtype, hadamard, fuse, (x_at | weight_at | residual_at) % 16, perm is not None,
-        int8_blocks, eps, residual is not None,
-    )  # fmt: skip
-    if not (
-        clip.dtype is _FLOAT and clip.numel() == call.blocks and clip.get_device() == device and clip.is_contiguous()
-    ):
-        raise _wrong("clip", clip, _FLOAT, call.blocks, device)
-    if perm is not None and not (
-        perm.dtype is _INT and perm.numel() == channels and perm.get_device() == device and perm.is_contiguous()
-    ):
-        raise _wrong("perm", perm, _INT, channels, device)
-    perm_at = 0
-    if call.gather:
-        perm = identity(channels, device) if perm is None else perm
+) -> Any:
+    """The CUDA implementation of all three: quantize x [M, K] (or [M, 2K] for silu_mul), and return their results."""
+    x_at, clip_at, perm_at, weight_at, residual_at, sum_at = x.data_ptr(), clip.data_ptr(), 0, 0, 0, 0
+    tensors: tuple[Tensor, ...] = (x, clip)
+    if perm is not None:
         perm_at = perm.data_ptr()
-        if perm_at % PERM_ALIGNMENT:
-            perm = perm.clone()
-            perm_at = perm.data_ptr()
-    results = call.results.here()
+        tensors = (x, clip, perm)
+    if weight is not None:
+        weight_at = weight.data_ptr()
+        tensors += (weight,)
+    if residual is not None:
+        residual_at = residual.data_ptr()
+        tensors += (residual,)
+    device, aligned = torch._C._cuda_getDevice(), (x_at | weight_at | residual_at) % 16
+    key = (device, x.numel(), hadamard, fuse, aligned, perm is None, int8_blocks, eps, residual is None)
+    call, alike = _CALLS.get(key, _NEW)
+    if not alike(*tensors):
+        if x.get_device() != device:
+            with gpu_of(x, "quantize_token: x"):
+                return launch(x, perm, int8_blocks, clip, hadamard, fuse, residual, weight, eps)
+        if x.dtype is torch.float32 and fuse == "none":  # packing and evaluation, where time is elsewhere
+            return quantize_token_ref(x, perm, int8_blocks, clip, hadamard)
+        op = "quantize_token" if fuse == "none" else f"{fuse}_quantize_token"
+        if weight is None:
+            rows, other, factors = as_rows(x, op), residual, weight
+        else:
+            rows, other, factors = norm_inputs(x, residual, weight, op)
+        if rows is not x or other is not residual or factors is not weight:  # copied
+            return launch(rows, perm, int8_blocks, clip, hadamard, fuse, other, factors, eps)
+        tokens, channels = x.shape
+        channels = channels // 2 if fuse == "silu_mul" else channels
+        call = _bound(
+            device, tokens, channels, x.dtype, hadamard, fuse, aligned, perm is not None, int8_blocks, eps,
+            residual is not None,
+        )  # fmt: skip
+        _expect("clip", clip, torch.float32, call.blocks, device)
+        if perm is not None:
+            _expect("perm", perm, torch.int32, channels, device)
+        if len(_CALLS) >= _MOST_CALLS:
+            _CALLS.clear()
+        _CALLS[key] = (call, guard(*tensors))
+    if not call.gather:
+        perm_at = 0
+    elif perm is None:
+        perm_at = identity(call.channels, device).data_ptr()
+    elif perm_at % PERM_ALIGNMENT:
+        perm = perm.clone()
+        perm_at = perm.data_ptr()
+    results: tuple[Tensor, ...]
+    if weight is None:
+        codes, multiples, scale = call.results.here()
+        results = (codes, multiples, scale)
+    else:
+        codes, multiples, scale, summed = call.results.here()
+        results = (codes, multiples, scale, summed)
+        sum_at = summed.data_ptr() if residual_at else 0
     call.bound(
-        x_at, residual_at, results[3].data_ptr() if residual_at else 0, weight_at, perm_at, 0, clip.data_ptr(),
-        results[0].data_ptr(), results[2].data_ptr(), *call.sizes, results[1].data_ptr(), int8_blocks,
-    )  # fmt: skip
+        x_at, residual_at, sum_at, weight_at, perm_at, multiples.data_ptr(), clip_at, codes.data_ptr(), scale.data_ptr()
+    )
     return results
-
-
-def quantize_token_gpu(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
-    """`quantize_token_ref` on CUDA tensors."""
-    if x.dtype is torch.float32:  # packing and evaluation in float32, where time is elsewhere
-        return quantize_token_ref(x, perm, int8_blocks, clip, hadamard)
-    codes, multiples, scale = launch(as_rows(x, "quantize_token"), perm, int8_blocks, clip, hadamard)
-    return codes, multiples, scale
-
-
-def rms_norm_quantize_token_gpu(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    perm: Tensor | None,
-    int8_blocks: int,
-    clip: Tensor,
-    hadamard: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm_quantize_token_ref` on CUDA tensors."""
-    x, residual, weight = norm_inputs(x, residual, weight, "rms_norm_quantize_token")
-    codes, multiples, scale, summed = launch(x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, weight, eps)
-    return codes, multiples, scale, summed
-
-
-def silu_mul_quantize_token_gpu(
-    gate_up: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
-) -> TokenOperand:
-    """`silu_mul_quantize_token_ref` on CUDA tensors."""
-    rows = as_rows(gate_up, "silu_mul_quantize_token")
-    codes, multiples, scale = launch(rows, perm, int8_blocks, clip, hadamard, "silu_mul")
-    return codes, multiples, scale
 
 
 def _fake(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
@@ -257,17 +257,25 @@ define_op(
     rms_norm_quantize_token_ref,
     _rms_norm_fake,
 )
-LIBRARY.impl("quantize_token", quantize_token_gpu, "CUDA")
-LIBRARY.impl("silu_mul_quantize_token", silu_mul_quantize_token_gpu, "CUDA")
-LIBRARY.impl("rms_norm_quantize_token", rms_norm_quantize_token_gpu, "CUDA")
+LIBRARY.impl("quantize_token", launch, "CUDA")
+LIBRARY.impl("silu_mul_quantize_token", functools.partial(launch, fuse="silu_mul"), "CUDA")
+LIBRARY.impl(
+    "rms_norm_quantize_token",
+    lambda x, residual, weight, eps, perm, int8_blocks, clip, hadamard: launch(
+        x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, weight, eps
+    ),
+    "CUDA",
+)
 
 
 def quantize_token(x: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool) -> TokenOperand:
     """The op behind `quantize_token_ref`, same arguments and results, on whatever device x is on."""
+    found: TokenOperand
     if is_plain_cuda(x):
-        return quantize_token_gpu(x, perm, int8_blocks, clip, hadamard)
-    codes, multiples, scale = torch.ops.comet.quantize_token(x, perm, int8_blocks, clip, hadamard)
-    return codes, multiples, scale
+        found = launch(x, perm, int8_blocks, clip, hadamard)
+    else:
+        found = torch.ops.comet.quantize_token(x, perm, int8_blocks, clip, hadamard)
+    return found
 
 
 def rms_norm_quantize_token(
@@ -281,18 +289,22 @@ def rms_norm_quantize_token(
     hadamard: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op behind `rms_norm_quantize_token_ref`, same arguments and results, on whatever device x is on."""
-    arguments = (x, residual, weight, eps, perm, int8_blocks, clip, hadamard)
+    found: tuple[Tensor, Tensor, Tensor, Tensor]
     if is_plain_cuda(x):
-        return rms_norm_quantize_token_gpu(*arguments)
-    codes, multiples, scale, summed = torch.ops.comet.rms_norm_quantize_token(*arguments)
-    return codes, multiples, scale, summed
+        found = launch(x, perm, int8_blocks, clip, hadamard, "rms_norm", residual, weight, eps)
+    else:
+        arguments = (x, residual, weight, eps, perm, int8_blocks, clip, hadamard)
+        found = torch.ops.comet.rms_norm_quantize_token(*arguments)
+    return found
 
 
 def silu_mul_quantize_token(
     gate_up: Tensor, perm: Tensor | None, int8_blocks: int, clip: Tensor, hadamard: bool
 ) -> TokenOperand:
     """The op behind `silu_mul_quantize_token_ref`, same arguments and results, on whatever device gate_up is on."""
+    found: TokenOperand
     if is_plain_cuda(gate_up):
-        return silu_mul_quantize_token_gpu(gate_up, perm, int8_blocks, clip, hadamard)
-    codes, multiples, scale = torch.ops.comet.silu_mul_quantize_token(gate_up, perm, int8_blocks, clip, hadamard)
-    return codes, multiples, scale
+        found = launch(gate_up, perm, int8_blocks, clip, hadamard, "silu_mul")
+    else:
+        found = torch.ops.comet.silu_mul_quantize_token(gate_up, perm, int8_blocks, clip, hadamard)
+    return found

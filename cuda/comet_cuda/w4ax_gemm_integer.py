@@ -8,13 +8,14 @@ load; activations come tiled from quantize_token.
 
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from comet_cuda.affine import BLOCK
-from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of
+from comet_cuda.driver import BoundLaunch, EmptyTensors, gpu_of, guard, nothing_alike
 from comet_cuda.errors import CometError
 from comet_cuda.integer_tiles import RECORD as RECORD
 from comet_cuda.integer_tiles import SOURCE as SOURCE
@@ -86,18 +87,15 @@ def prepare_weight_integer(
 
 
 _POINTERS = 9  # of struct Operands of gemm_integer.cuh; the rest of it are integers
-_BYTES, _WORDS, _FLOATS = torch.uint8, torch.int32, torch.float32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """All of a launch that its shapes decide."""
 
-    x_codes: tuple[int, ...]  # shapes of the activations
-    multiples: tuple[int, ...]
-    token_scale: tuple[int, ...]
     bound: BoundLaunch
     y: EmptyTensors
+    alike: Callable[..., bool] = nothing_alike  # the guard of the tensors that passed the checks last
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,17 +111,16 @@ def _call(
 ) -> Call:
     if out_dtype not in OUT_KINDS:
         raise CometError(f"out_dtype {out_dtype} is not supported", "use bfloat16, float16 or float32")
+    if not 0 <= int8_blocks <= blocks:
+        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
     chosen = tiles or choose_integer_tiles(tokens, rows, blocks, sm_count(device))
     plan = chosen.plan(tokens, rows, blocks, int8_blocks, sm_count(device))
     memory = workspace(device)
     if plan.partial_floats > memory.FLOATS or plan.flags > memory.FLAGS:
         raise CometError(f"{plan} needs more workspace than there is", "use smaller tiles")
-    if not 0 <= int8_blocks <= blocks:
-        raise CometError(f"int8_blocks is {int8_blocks}", f"there are {blocks} blocks")
     numbers = [tokens, rows, token_atoms(tokens), -(-rows // ROW_TILE), *plan.schedule, int8_blocks]
     numbers += [0] * (len(numbers) % 2)  # the struct ends on 8 bytes
     return Call(
-        *token_shapes(tokens, blocks, int8_blocks),
         chosen.kernel(out_dtype)
         .load(device)
         .bind(
@@ -156,7 +153,11 @@ def check_activations(
     x_codes: Tensor, multiples: Tensor, token_scale: Tensor, weight: Tensor, tokens: int, int8_blocks: int
 ) -> None:
     """Raise CometError, naming the operand, where activations are not what the kernel reads beside `weight`."""
-    operands = (("x_codes", x_codes, _BYTES), ("multiples", multiples, _WORDS), ("token_scale", token_scale, _FLOATS))
+    operands = (
+        ("x_codes", x_codes, torch.uint8),
+        ("multiples", multiples, torch.int32),
+        ("token_scale", token_scale, torch.float32),
+    )
     for (name, tensor, dtype), shape in zip(operands, token_shapes(tokens, weight.shape[1], int8_blocks), strict=True):
         _expect(name, tensor, dtype, shape, weight.device)
 
@@ -180,46 +181,23 @@ def launch(
     out_dtype: torch.dtype,
     tiles: IntegerTiles | None = None,
     pdl: bool = True,
-    checked: bool = False,
 ) -> Tensor:
-    """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning).
-
-    checked: weight and base are those of an `IntegerWeight`.
-    """
+    """The CUDA implementation of `w4ax_gemm_integer`; `tiles` overrides the table (tuning)."""
     device = weight.get_device()
     if device != torch._C._cuda_getDevice():
         with gpu_of(weight, "w4ax_gemm_integer: weight"):
             return launch(
                 x_codes, multiples, token_scale, weight, base, bias, tokens, rows, int8_blocks, out_dtype, tiles, pdl
             )
-    row_tiles, shape = -(-rows // ROW_TILE), weight.shape
-    if not checked and not (  # the quick form of check_weight, which names the culprit
-        shape == (row_tiles, shape[1], RECORD)
-        and base.shape == (row_tiles * ROW_TILE,)
-        and weight.dtype is _BYTES
-        and base.dtype is _FLOATS
-        and weight.is_contiguous()
-        and base.is_contiguous()
-        and device == base.get_device()
-    ):
-        check_weight(weight, base, rows, int8_blocks)
     if tokens == 0 or rows == 0:
+        check_weight(weight, base, rows, int8_blocks)
         check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
         return weight.new_empty(tokens, rows, dtype=out_dtype)
-    call = _call(tokens, rows, shape[1], int8_blocks, out_dtype, device, tiles, pdl)
-    if not (  # the quick form of check_activations, which names the culprit
-        x_codes.shape == call.x_codes
-        and multiples.shape == call.multiples
-        and token_scale.shape == call.token_scale
-        and x_codes.dtype is _BYTES
-        and multiples.dtype is _WORDS
-        and token_scale.dtype is _FLOATS
-        and x_codes.is_contiguous()
-        and multiples.is_contiguous()
-        and token_scale.is_contiguous()
-        and device == x_codes.get_device() == multiples.get_device() == token_scale.get_device()
-    ):
+    call = _call(tokens, rows, weight.shape[1], int8_blocks, out_dtype, device, tiles, pdl)
+    if not call.alike(x_codes, multiples, token_scale, weight, base):
+        check_weight(weight, base, rows, int8_blocks)
         check_activations(x_codes, multiples, token_scale, weight, tokens, int8_blocks)
+        call.alike = guard(x_codes, multiples, token_scale, weight, base)
     bias = None if bias is None else float_bias(bias, rows, weight.device)
     bias_at = 0 if bias is None else bias.data_ptr()
     (y,) = call.y.here()
@@ -301,6 +279,6 @@ def w4ax_gemm_integer(
         tokens, weight.rows, weight.int8_blocks, out_dtype,
     )  # fmt: skip
     if is_plain_cuda(x_codes):
-        return launch(*arguments, checked=True)
+        return launch(*arguments)
     y: Tensor = torch.ops.comet.w4ax_gemm_integer(*arguments)
     return y

@@ -12,7 +12,7 @@ from torch import Tensor
 from comet_cuda import w4ax_gemm_integer as gemm
 from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.quantize_act import int8_group
-from comet_cuda.quantize_token import quantize_token_gpu
+from comet_cuda.quantize_token import quantize_token
 from comet_cuda.timing import copies_for_cold_l2, median_microseconds
 from comet_cuda.w4ax_gemm_integer import IntegerTiles
 from comet_cuda.weight_layout import token_atoms, untile_activations_integer_sm90, untile_weight_integer_sm90
@@ -160,7 +160,7 @@ class IntegerProblem:
             perm = spread_over_banks(perm, self.bits.cuda())
             clip = torch.ones(len(self.bits), device="cuda")
             launches = [
-                lambda launch=launch: (quantize_token_gpu(x, perm, self.int8_blocks, clip, True), launch())  # type: ignore[misc]
+                lambda launch=launch: (quantize_token(x, perm, self.int8_blocks, clip, True), launch())  # type: ignore[misc]
                 for launch in launches
             ]
         return median_microseconds(launches)

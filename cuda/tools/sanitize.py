@@ -88,12 +88,12 @@ def quantize_steps() -> Iterator[tuple[str, Callable[[], bool]]]:
         perm = torch.randperm(k).int() if gathered else None
         rest = (None if perm is None else perm.cuda(), eights, clip.cuda(), True)
         if form == "silu_mul":
-            token.silu_mul_quantize_token_gpu(x.cuda(), *rest)
+            token.silu_mul_quantize_token(x.cuda(), *rest)
         elif form == "rms_norm":
             other = torch.randn(m, k).bfloat16().cuda() if m > 1 else None
-            token.rms_norm_quantize_token_gpu(x.cuda(), other, torch.ones(k).bfloat16().cuda(), 1e-5, *rest)
+            token.rms_norm_quantize_token(x.cuda(), other, torch.ones(k).bfloat16().cuda(), 1e-5, *rest)
         else:
-            found = token.quantize_token_gpu(x.cuda(), *rest)
+            found = token.quantize_token(x.cuda(), *rest)
             if m % 8 == 0:  # tokens that pad an atom are not written
                 want = quantize_token_ref(x, perm, eights, clip, True)
                 return all(torch.equal(a.cpu(), b) for a, b in zip(found, want, strict=True))

@@ -141,6 +141,7 @@ def test_quantizing_by_torch_s_operations_keeps_its_order(tiny: Any, monkeypatch
         return reference(*args)
 
     monkeypatch.setattr(quantize_token, "is_plain_cuda", lambda _: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", (-1).__int__, raising=False)  # of a tensor on the CPU
     monkeypatch.setattr(quantize_token, "quantize_token_ref", watched)
     (found,) = rounded_rows(folder, windows, torch.float32)
     assert as_it_is and all(as_it_is) and torch.equal(found, wanted)

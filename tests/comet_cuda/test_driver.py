@@ -147,7 +147,7 @@ def test_empty_tensors_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(driver, "_empty_strided", lambda *kind: asked.append(kind) or torch.empty(0))
     shapes = ((3,), (2, 3, 4), (5, 0, 7), (0,), (1, 1))
-    found = driver.EmptyTensors(*((shape, torch.uint8) for shape in shapes)).on(1)
+    found = [*driver.EmptyTensors(*((shape, torch.uint8) for shape in shapes)).on(1)]
     assert len(found) == len(shapes)
     assert asked == [(shape, torch.empty(shape).stride(), torch.uint8) for shape in shapes]
 

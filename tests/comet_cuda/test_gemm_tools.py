@@ -172,7 +172,7 @@ def run_steps_on_the_cpu(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sanitize.gemm, "launch", gemm)
     for name in ("quantize_token", "rms_norm_quantize_token", "silu_mul_quantize_token"):
-        monkeypatch.setattr(sanitize.token, f"{name}_gpu", getattr(quantize_token_ref, f"{name}_ref"))
+        monkeypatch.setattr(sanitize.token, name, getattr(quantize_token_ref, f"{name}_ref"))
     sanitize.run_child()
 
 

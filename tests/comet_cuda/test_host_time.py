@@ -31,14 +31,15 @@ PLAN = gemm.choose_integer_tiles(TOKENS, ROWS, BLOCKS).plan(TOKENS, ROWS, BLOCKS
 PAD = (0,) * ((len(PLAN.schedule) + 5) % 2)
 GEMM = f"<9Q{4 + len(PLAN.schedule) + 1 + len(PAD)}i"  # its parameter
 # Bytes of the kernels' parameter.
-SIZES = {"quantize_row": 104, "quantize_token": 104, "quantize_few": 88, "w4ax_gemm_integer": struct.calcsize(GEMM)}
+SIZES = {"quantize_row": 96, "quantize_token": 96, "quantize_few": 88, "w4ax_gemm_integer": struct.calcsize(GEMM)}
+TOKEN_PARAMS = "<9Q3ifi4x"
 FOLDER = str(Path(__file__).parent)
 MOST_CALLS = {
-    "quantize_token": 25,
-    "rms_norm": 37,
-    "silu_mul": 25,
-    "gemm": 27,
-    "linear": 30,
+    "quantize_token": 16,
+    "rms_norm": 19,
+    "silu_mul": 16,
+    "gemm": 19,
+    "linear": 28,
 }  # of Python and C functions
 CACHES = (
     quantize_act_cuda._bound, quantize_token._bound, gemm._call, integer_linear._step, jit._compile_kernel,
@@ -70,6 +71,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     for cache in CACHES:
         cache.cache_clear()
+    quantize_token._CALLS.clear()
     monkeypatch.setattr(driver, "driver_library", lambda: library)
     monkeypatch.setattr(driver, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", abs, raising=False)
@@ -83,6 +85,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
     yield library
     for cache in CACHES:
         cache.cache_clear()
+    quantize_token._CALLS.clear()
 
 
 class Operands:
@@ -101,13 +104,17 @@ class Operands:
         self.rows = gemm.IntegerWeight(records, torch.ones(ROWS), ROWS, EIGHTS)
 
     def quantize(self) -> tuple[Tensor, ...]:
-        return quantize_token.quantize_token_gpu(self.x, *self.common)
+        found: tuple[Tensor, ...] = quantize_token.launch(self.x, *self.common)
+        return found
 
     def norm(self) -> tuple[Tensor, ...]:
-        return quantize_token.rms_norm_quantize_token_gpu(self.x, self.residual, self.weight, 1e-5, *self.common)
+        norm = ("rms_norm", self.residual, self.weight, 1e-5)
+        found: tuple[Tensor, ...] = quantize_token.launch(self.x, *self.common, *norm)
+        return found
 
     def silu(self) -> tuple[Tensor, ...]:
-        return quantize_token.silu_mul_quantize_token_gpu(self.gate_up, *self.common)
+        found: tuple[Tensor, ...] = quantize_token.launch(self.gate_up, *self.common, "silu_mul")
+        return found
 
     def linear(self, bias: Tensor | None = None) -> Tensor:
         return integer_linear.integer_linear(self.x, self.perm, self.clip, True, self.rows, bias)
@@ -125,15 +132,15 @@ def test_launchers_write_what_the_kernels_read(hopper: Hopper) -> None:
     o = Operands()
     eps = struct.unpack("<f", struct.pack("<f", 1e-5))[0]
     codes, multiples, scale = found = o.quantize()
-    tail = (*at(None, o.clip, codes, scale), TOKENS, CHANNELS, BLOCKS)
-    wanted = [(*at(o.x, None, None, None, o.perm), *tail, 0.0, *at(multiples), EIGHTS)]
+    wanted = [(*at(o.x, None, None, None, o.perm, multiples, o.clip, codes, scale), 0.0)]
     normed = o.norm()
-    tail = (*at(None, o.clip, normed[0], normed[2]), TOKENS, CHANNELS, BLOCKS)
-    wanted.append((*at(o.x, o.residual, normed[3], o.weight, o.perm), *tail, eps, *at(normed[1]), EIGHTS))
+    inputs = at(o.x, o.residual, normed[3], o.weight, o.perm)
+    wanted.append((*inputs, *at(normed[1], o.clip, normed[0], normed[2]), eps))
     gated = o.silu()
-    tail = (*at(None, o.clip, gated[0], gated[2]), TOKENS, CHANNELS, BLOCKS)
-    wanted.append((*at(o.gate_up, None, None, None, o.perm), *tail, 0.0, *at(gated[1]), EIGHTS))
-    assert [struct.unpack("<9Q3ifQi4x", packed) for _, packed in hopper.launches] == wanted
+    wanted.append((*at(o.gate_up, None, None, None, o.perm, gated[1], o.clip, gated[0], gated[2]), 0.0))
+    assert [struct.unpack(TOKEN_PARAMS, packed) for _, packed in hopper.launches] == [
+        (*pointers, TOKENS, CHANNELS, BLOCKS, value, EIGHTS) for *pointers, value in wanted
+    ]
     hopper.launches.clear()
 
     meta = torch.zeros(BLOCKS, 2, 16)
@@ -161,9 +168,9 @@ def test_a_linear_launches_what_its_two_ops_do(hopper: Hopper) -> None:
     assert (y.shape, y.dtype) == ((TOKENS, ROWS), torch.bfloat16)
     (q_shape, q), (m_shape, m), (q_shape_two, q_two), (m_shape_two, m_two) = hopper.launches
     assert (q_shape, m_shape) == (q_shape_two, m_shape_two)
-    first, second = (struct.unpack("<9Q3ifQi4x", packed) for packed in (q, q_two))
-    codes, scale, multiples = first[7], first[8], first[13]
-    assert {i for i in range(15) if first[i] != second[i]} <= {7, 8, 13}
+    first, second = (struct.unpack(TOKEN_PARAMS, packed) for packed in (q, q_two))
+    codes, scale, multiples = first[7], first[8], first[5]
+    assert {i for i in range(len(first)) if first[i] != second[i]} <= {5, 7, 8}
     third, fourth = (struct.unpack(GEMM, packed) for packed in (m, m_two))
     assert third[2:5] == (codes, multiples, scale) and third[6] == y.data_ptr()
     assert {i for i in range(len(third)) if third[i] != fourth[i]} <= {2, 3, 4, 6}
@@ -192,8 +199,65 @@ def test_wrong_operands_are_named(hopper: Hopper) -> None:
         gemm.IntegerWeight(o.rows.records, o.rows.base[:-1], ROWS, EIGHTS)
     for clip, perm in ((o.clip[:-1], o.perm), (o.clip.double(), None), (o.clip, o.perm.long()), (o.clip, o.perm[1:])):
         with pytest.raises(gemm.CometError, match="quantize_token: (clip|perm) is"):
-            quantize_token.quantize_token_gpu(o.x, perm, EIGHTS, clip, True)
+            quantize_token.launch(o.x, perm, EIGHTS, clip, True)
     assert not hopper.launches
+
+
+def test_a_tensor_that_changed_since_is_seen(hopper: Hopper) -> None:
+    """What passed the checks once is compared with them again: its address, type, shape and strides."""
+    o = Operands()
+    o.quantize(), o.norm(), o.silu()
+    clips = [torch.full((BLOCKS,), 0.8), torch.full((BLOCKS - 1,), 0.8), torch.ones(2 * BLOCKS)[::2]]
+    hopper.launches.clear()
+    o.clip.data = clips[0]  # the same object in new memory
+    o.quantize()
+    assert struct.unpack(TOKEN_PARAMS, hopper.launches.pop()[1])[6] == clips[0].data_ptr()
+    for o.clip.data in clips[1:]:
+        for op in (o.quantize, o.norm, o.silu):
+            with pytest.raises(gemm.CometError, match="quantize_token: clip is"):
+                op()
+    o = Operands()
+    for wrong in (o.residual[1:], o.residual.half(), o.residual.double()):
+        with pytest.raises(gemm.CometError, match="rms_norm_quantize_token: residual is"):
+            quantize_token.launch(o.x, *o.common, "rms_norm", wrong, o.weight, 1e-5)
+    for wrong in (o.weight[1:], o.weight.half(), o.weight[None]):
+        with pytest.raises(gemm.CometError, match="rms_norm_quantize_token: weight is"):
+            quantize_token.launch(o.x, *o.common, "rms_norm", o.residual, wrong, 1e-5)
+    for x, op in ((o.x[0], "none"), (o.x[0], "rms_norm"), (o.gate_up[None], "silu_mul")):
+        weight = o.weight if op == "rms_norm" else None
+        with pytest.raises(gemm.CometError, match="tokens, channels"):
+            quantize_token.launch(x, *o.common, op, None, weight, 1e-5)
+    assert not hopper.launches
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_launches_alike_but_for_one_thing_are_told_apart(
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    """Other types and shapes of as many values, copies of rows, a tensor given twice; also without torch's guards."""
+    if not guarded:
+        monkeypatch.setattr(driver, "_tensor_guards", None)
+    o = Operands()
+    half, column = o.x.half(), o.x.T.contiguous().T
+    long = o.x.view(-1)[: TOKENS * 512].view(-1, 512)  # as many values, and another permutation, as 9 x 512
+    short, perm = long.reshape(-1, 384), aligned(torch.arange(384).int())
+    for _ in range(2):
+        codes, _, scale = o.quantize()
+        assert codes.shape == (BLOCKS, 2, 1024) and scale.shape == (16,)
+        assert quantize_token.launch(half, *o.common)[0].shape == codes.shape
+        assert quantize_token.launch(long, None, EIGHTS, o.clip[:4], True)[0].shape == (4, 2, 1024)
+        assert quantize_token.launch(short, None, EIGHTS, o.clip[:3], True)[0].shape == (3, 2, 1024)
+        assert quantize_token.launch(short, perm, EIGHTS, o.clip[:3], True)[0].shape == (3, 2, 1024)
+        quantize_token.launch(column, *o.common)
+        normed = quantize_token.launch(o.x, *o.common, "rms_norm", o.x, o.weight, 1e-5)
+        assert normed[3].shape == o.x.shape and normed[3].data_ptr() != o.x.data_ptr()
+        found = [struct.unpack(TOKEN_PARAMS, packed) for _, packed in hopper.launches]
+        assert [each[10] for each in found] == [CHANNELS, CHANNELS, 512, 384, 384, CHANNELS, CHANNELS]
+        assert [each[9] for each in found] == [TOKENS, TOKENS, TOKENS, 12, 12, TOKENS, TOKENS]
+        assert [each[0] == o.x.data_ptr() for each in found] == [True, False, True, True, True, False, True]
+        assert found[5][0] != column.data_ptr() and found[6][1] == o.x.data_ptr() and found[4][4] == perm.data_ptr()
+        hopper.launches.clear()
+    assert len({id(call) for call, _ in quantize_token._CALLS.values()}) >= 4
 
 
 def test_operands_beside_a_gpu_are_named(hopper: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +298,11 @@ def test_a_launch_makes_few_calls(hopper: Hopper, name: str) -> None:
 
 
 ON_GPU = {
-    "quantize_token": 2.5,
-    "rms_norm_quantize_token": 3.0,
-    "silu_mul_quantize_token": 2.5,
-    "w4ax_gemm_integer": 2.5,
-    "PreparedLinear": 3.5,  # two launches
+    "quantize_token": 2.2,
+    "rms_norm_quantize_token": 2.2,
+    "silu_mul_quantize_token": 2.2,
+    "w4ax_gemm_integer": 2.2,
+    "PreparedLinear": 3.2,  # two launches
 }
 
 

@@ -13,7 +13,6 @@ from comet_cuda import (
     quantize_many,
     quantize_row,
     quantize_stay,
-    quantize_token,
     quantize_token_plan,
 )
 from comet_cuda.affine import num_blocks
@@ -197,18 +196,17 @@ def emulate(build, x: Tensor, arguments: tuple, fuse: str = "none", sms: int = 1
     out[2].fill_(torch.nan)
     perm = torch.arange(channels, dtype=torch.int32) if perm is None else perm
     residual = how.get("residual")
-    given = [x, residual, residual, how.get("weight"), perm, None, clip, out[0], out[2], out[1]]
+    given = [x, residual, residual, how.get("weight"), perm, out[1], clip, out[0], out[2]]
     held = [None if tensor is None else aligned(tensor) for tensor in given]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in held]
     sizes = rows, channels, len(clip), how.get("eps", 0.0)
-    params = struct.pack("<9Q3ifQi4x", *addresses[:9], *sizes, addresses[9], eights)
-    assert len(params) == 8 * quantize_token.WORDS
+    params = struct.pack("<9Q3ifi4x", *addresses, *sizes, eights)
     library = build(entry, defines | {"ARCH": 900, "PARAMS": "TokenParams"})
     library.emulate(ctypes.c_char_p(params), ctas, cluster, threads)
     assert library.shared_used() <= shared_bytes
     if residual is not None:
         residual.copy_(held[2])
-    return held[7], held[9], held[8]
+    return held[7], held[5], held[8]
 
 
 LIMIT = 227 * 1024  # bytes of shared memory that a cta may have

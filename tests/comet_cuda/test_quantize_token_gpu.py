@@ -9,7 +9,6 @@ from torch import Tensor
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_token import (
     quantize_token,
-    quantize_token_gpu,
     rms_norm_quantize_token,
     silu_mul_quantize_token,
 )
@@ -187,15 +186,15 @@ def test_wrong_arguments_are_named() -> None:
     x, arguments = problem(4, 256, torch.bfloat16, "mixed", gathered=True, hadamard=True)
     x, (perm, eights, clip, _) = x.cuda(), on_gpu(arguments)
     with pytest.raises(CometError, match="int8_blocks"):
-        quantize_token_gpu(x, perm, 3, clip, True)
+        quantize_token(x, perm, 3, clip, True)
     with pytest.raises(CometError, match="clip is"):
-        quantize_token_gpu(x, perm, eights, clip[:1], True)
+        quantize_token(x, perm, eights, clip[:1], True)
     with pytest.raises(CometError, match="clip is"):
-        quantize_token_gpu(x, perm, eights, clip.cpu(), True)
+        quantize_token(x, perm, eights, clip.cpu(), True)
     with pytest.raises(CometError, match="float64"):
-        quantize_token_gpu(x.double(), perm, eights, clip, True)
+        quantize_token(x.double(), perm, eights, clip, True)
     with pytest.raises(CometError, match="tokens, channels"):
-        quantize_token_gpu(x[0], perm, eights, clip, True)
+        quantize_token(x[0], perm, eights, clip, True)
     wide = torch.zeros(1, MOST_CHANNELS + 128, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(CometError, match="channels"):
-        quantize_token_gpu(wide, None, 0, torch.ones(wide.shape[1] // 128, device="cuda"), True)
+        quantize_token(wide, None, 0, torch.ones(wide.shape[1] // 128, device="cuda"), True)

@@ -11,7 +11,10 @@ struct Params {
   void* residual_out;      // [M, K] = x + residual (FUSE == 1 with residual)
   const void* norm_weight; // [K] (FUSE == 1)
   const int* perm;         // [K], aligned to 512 bytes
-  const uint8_t* bits;     // [NB]
+  union {
+    const uint8_t* bits; // [NB]
+    int* multiples;      // [max(int8_blocks, 1), A, 8], of TokenParams
+  };
   const float* clip;       // [NB]
   void* codes;
   float* scale; // [M, NB] canonical, or the tiled forms' meta

@@ -18,7 +18,6 @@
 namespace comet {
 
 struct TokenParams : Params {
-  int* multiples; // [max(int8_blocks, 1), A, 8]
   int int8_blocks;
 };
 
