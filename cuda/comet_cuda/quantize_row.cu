@@ -21,9 +21,6 @@ using namespace comet;
 constexpr int kPieces = 2; // of eight channels, that a thread stages
 using Cell = typename WordOf<FUSE == 1 ? 4 : 2>::Type; // a staged channel; above its bits those of the norm's weight
 static_assert(GATHER || FUSE != 1, "the norm needs the whole row");
-// Where a channel is staged. Cells of four bytes: of 64 the even ones first, so that a channel is in the bank in which it
-// would be as one of two bytes, for which packing has ordered them (bank_order.py).
-__device__ __forceinline__ int cell_of(int c) { return FUSE == 1 ? (c & ~63) | (c & 1) << 5 | (c >> 1 & 31) : c; }
 
 __device__ __forceinline__ uint4 load_eight(const void* row, int c, int K) {
   return c < K ? load_once(reinterpret_cast<const uint4*>(static_cast<const char*>(row) + size_t(c) * E::kBytes)) : uint4{};
@@ -146,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const int c = place.channel(q);
-    const int4 i = c < p.K ? __ldg(reinterpret_cast<const int4*>(p.perm + c)) : int4{c, c + 1, c + 2, c + 3};
-    index[q] = {cell_of(i.x), cell_of(i.y), cell_of(i.z), cell_of(i.w)};
+    index[q] = c < p.K ? __ldg(reinterpret_cast<const int4*>(p.perm + c)) : int4{c, c + 1, c + 2, c + 3};
   }
   uint4 weights[kPieces];
 #pragma unroll
@@ -178,11 +174,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) quantize_row(con
     if (c >= p.NB * kBlock) continue; // zeros up to there
     if constexpr (FUSE == 1) {
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        uint32_t cells[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) cells[j] = __byte_perm(w[j], part(weights[i], j), odd ? 0x7632 : 0x5410);
-        *reinterpret_cast<uint4*>(row + cell_of(c + odd)) = eight_of(cells);
+      for (int j = 0; j < 4; j += 2) {
+        const uint32_t u0 = part(weights[i], j), u1 = part(weights[i], j + 1);
+        *reinterpret_cast<uint4*>(row + c + 2 * j) =
+            make_uint4(__byte_perm(w[j], u0, 0x5410), __byte_perm(w[j], u0, 0x7632), __byte_perm(w[j + 1], u1, 0x5410),
+                       __byte_perm(w[j + 1], u1, 0x7632));
       }
       if (p.residual && c < p.K)
         *reinterpret_cast<uint4*>(static_cast<char*>(p.residual_out) + (size_t(token) * p.K + c) * E::kBytes) = eight_of(w);
