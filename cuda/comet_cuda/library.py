@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 LIBRARY = torch.library.Library("comet", "DEF")
@@ -21,6 +22,6 @@ def define_op(schema: str, reference: Callable[..., Any], fake: Callable[..., An
     torch.library.register_fake(f"comet::{name}", fake, lib=LIBRARY)
 
 
-def is_plain_cuda(x: torch.Tensor) -> bool:
+def is_plain_cuda(x: Tensor) -> bool:
     """Whether the dispatcher, which costs a third of all host time, has nothing to add: no tracing, no subclass."""
-    return x.is_cuda and type(x) is torch.Tensor and not is_dynamo_compiling()
+    return x.is_cuda and type(x) is Tensor and not is_dynamo_compiling()

@@ -143,10 +143,11 @@ def _expect(name: str, tensor: Tensor, dtype: torch.dtype, size: int, device: in
         )
 
 
-# What was launched, and the guard of its tensors. Shapes of as many values share a place; the guard tells them apart.
-_CALLS: dict[tuple[object, ...], tuple[Call, Callable[..., bool]]] = {}
+# What was launched, and the guard of its tensors. Shapes of as many values, and a permutation and a residual where only
+# one is given, share a place; the guard tells them apart.
+_CALLS: dict[tuple[object, ...], tuple[Callable[..., bool], Call]] = {}
 _MOST_CALLS = 4096
-_NEW: Any = (None, nothing_alike)
+_NEW: Any = (nothing_alike, None)
 
 
 def launch(
@@ -161,20 +162,22 @@ def launch(
     eps: float = 0.0,
 ) -> Any:
     """The CUDA implementation of all three: quantize x [M, K] (or [M, 2K] for silu_mul), and return their results."""
-    x_at, clip_at, perm_at, weight_at, residual_at, sum_at = x.data_ptr(), clip.data_ptr(), 0, 0, 0, 0
-    tensors: tuple[Tensor, ...] = (x, clip)
-    if perm is not None:
-        perm_at = perm.data_ptr()
-        tensors = (x, clip, perm)
-    if weight is not None:
+    x_at, clip_at = x.data_ptr(), clip.data_ptr()
+    perm_at = 0 if perm is None else perm.data_ptr()
+    weight_at = residual_at = sum_at = 0
+    tensors: tuple[Tensor, ...]
+    if weight is None:
+        tensors = (x, clip) if perm is None else (x, clip, perm)
+    else:
         weight_at = weight.data_ptr()
-        tensors += (weight,)
-    if residual is not None:
-        residual_at = residual.data_ptr()
-        tensors += (residual,)
+        if residual is None:
+            tensors = (x, clip, weight) if perm is None else (x, clip, weight, perm)
+        else:
+            residual_at = residual.data_ptr()
+            tensors = (x, clip, weight, residual) if perm is None else (x, clip, weight, residual, perm)
     device, aligned = torch._C._cuda_getDevice(), (x_at | weight_at | residual_at) % 16
-    key = (device, x.numel(), hadamard, fuse, aligned, perm is None, int8_blocks, eps, residual is None)
-    call, alike = _CALLS.get(key, _NEW)
+    key = (device, x.numel(), len(tensors), hadamard, fuse, aligned, int8_blocks, eps)
+    alike, call = _CALLS.get(key, _NEW)
     if not alike(*tensors):
         if x.get_device() != device:
             with gpu_of(x, "quantize_token: x"):
@@ -199,7 +202,7 @@ def launch(
             _expect("perm", perm, torch.int32, channels, device)
         if len(_CALLS) >= _MOST_CALLS:
             _CALLS.clear()
-        _CALLS[key] = (call, guard(*tensors))
+        _CALLS[key] = (guard(*tensors), call)
     if not call.gather:
         perm_at = 0
     elif perm is None:
@@ -207,17 +210,13 @@ def launch(
     elif perm_at % PERM_ALIGNMENT:
         perm = perm.clone()
         perm_at = perm.data_ptr()
-    results: tuple[Tensor, ...]
-    if weight is None:
-        codes, multiples, scale = call.results.here()
-        results = (codes, multiples, scale)
-    else:
-        codes, multiples, scale, summed = call.results.here()
-        results = (codes, multiples, scale, summed)
-        sum_at = summed.data_ptr() if residual_at else 0
+    results = (*call.results.here(),)
+    if residual_at:
+        sum_at = results[3].data_ptr()
     call.bound(
-        x_at, residual_at, sum_at, weight_at, perm_at, multiples.data_ptr(), clip_at, codes.data_ptr(), scale.data_ptr()
-    )
+        x_at, residual_at, sum_at, weight_at, perm_at, results[1].data_ptr(), clip_at, results[0].data_ptr(),
+        results[2].data_ptr(),
+    )  # fmt: skip
     return results
 
 
