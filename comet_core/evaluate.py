@@ -5,6 +5,7 @@ each window, given those before it. The KV cache's 4-bit form acts inside attent
 number although no cache is filled.
 """
 
+import inspect
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from comet_core.calibrate import resolve_compute
 from comet_core.corpus import Corpus, load_corpus, perplexity_windows, unread
 from comet_core.decoder import load_sixteen
-from comet_core.kv_cache import attention_name, cache_argument, int4_key_fraction
+from comet_core.kv_cache import attention_name, int4_key_fraction
 from comet_core.model_source import ModelSource, cut_layers, resolve_model
 from comet_core.packed import is_packed, load_packed, packed_config, read_manifest
 from comet_core.preflight import require_room, weights_bytes
@@ -369,6 +370,11 @@ def _protocol(
         "calibration": subject.calibration,
         "base": subject.note or "16-bit weights",
     }
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What this version of transformers calls the KV cache argument of a model's forward (5.24 renamed it)."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @torch.no_grad()

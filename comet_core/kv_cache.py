@@ -9,7 +9,6 @@ page's tokens alone, and quantizing them again gives the same codes. A cache tha
 layer to the keys it hands over (`PAGED`), and answers for the attention.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -31,11 +30,6 @@ def sixteen_name(config: Any) -> str:
     if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True):
         return "sdpa"
     return _registered("comet-kv16", None)
-
-
-def cache_argument(model: nn.Module) -> str:
-    """What this version of transformers calls the KV cache argument of a model's forward (5.24 renamed it)."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attention_name(spec: KVCacheSpec, config: Any) -> str:

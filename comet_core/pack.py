@@ -1,7 +1,7 @@
 """Calibration -> packed checkpoint, one layer in memory at a time (pack_job.py), and tuned if the recipe says so.
 
 Tuning needs the whole model. It starts from a finished folder of its own beside the one asked for, so that a run which
-is killed while tuning finds the untuned model again, and the windows that the 16-bit model wrote (generated.py).
+is killed while tuning finds the untuned model again.
 """
 
 from dataclasses import replace
@@ -12,7 +12,6 @@ import torch
 from comet_core.calibrate import resolve_lanes
 from comet_core.calibration import Calibration, load_calibration
 from comet_core.decoder import load_sixteen
-from comet_core.generated import generate_windows
 from comet_core.lanes import Lanes
 from comet_core.ledger import PackedInfo
 from comet_core.model_source import ModelSource
@@ -22,7 +21,7 @@ from comet_core.progress import Progress
 from comet_core.recipe import Recipe, TuningSpec, digest
 from comet_core.shards import read_shard, write_shard
 from comet_core.transform import transformed
-from comet_core.tune import split_windows, tune
+from comet_core.tune import tune
 from comet_core.whole_files import claimed, discard
 from comet_cuda.errors import CometError
 from comet_cuda.quantize_act import TOKEN
@@ -40,7 +39,6 @@ def pack(
     progress: Progress,
     limit_share: float = 1.0,
     lanes: Lanes | None = None,
-    generated: Path | None = None,
 ) -> PackedInfo:
     """Quantize and write the model to `out`; the same call after a crash goes on.
 
@@ -50,8 +48,6 @@ def pack(
             lm_head only.
         out: folder to write. device, dtype: as in `calibrate`. progress: told about every step.
         limit_share, lanes: as in `calibrate`.
-        generated: folder that keeps the windows which the 16-bit model writes (`tuning.generated`), for several calls;
-            else they are removed when the model is tuned.
 
     Errors:
         CometError if the parts do not belong together, the folder holds something else, or the disk is full.
@@ -71,7 +67,7 @@ def pack(
     _check_embedding_bits(source, recipe)
     with claimed(out):
         if recipe.tuning.epochs:
-            return _pack_tuned(source, found, recipe, out, device, compute, progress, limit_share, lanes, generated)
+            return _pack_tuned(source, found, recipe, out, device, compute, progress, limit_share, lanes)
         return PackJob(source, found, recipe, out, device, compute, progress, limit_share, lanes).run()
 
 
@@ -132,7 +128,6 @@ def _pack_tuned(
     progress: Progress,
     limit_share: float,
     lanes: Lanes,
-    generated: Path | None,
 ) -> PackedInfo:
     """Pack into a draft, distill the 16-bit model into it (tune.py), write the outcome to `out`."""
     job = PackJob(source, found, recipe, out, device, dtype, progress)
@@ -140,22 +135,14 @@ def _pack_tuned(
     draft = PackJob(source, found, untuned, aside, device, dtype, progress, limit_share, lanes)
     if not draft.is_done():
         draft.run()
-    teacher, seed = load_sixteen(source, device, dtype), recipe.calibration.seed
-    train, judge = split_windows(found.tokens, recipe.weights.holdout)
-    if recipe.tuning.generated:
-        place = generated or draft.out
-        written = generate_windows(
-            teacher, train, recipe.tuning.generated, seed=seed, model=source.digest(), folder=place, progress=progress
-        )
-        train = torch.cat([train, written])
     tuned = tune(
         load_packed(draft.out, device=device, dtype=dtype).model,
-        teacher,
-        train,
-        judge,
+        load_sixteen(source, device, dtype),
+        found.tokens,
         spec=recipe.tuning,
         kv_cache=recipe.kv_cache,
-        seed=seed,
+        holdout=recipe.weights.holdout,
+        seed=recipe.calibration.seed,
         progress=progress,
     )
     job.begin()

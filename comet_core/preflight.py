@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,7 @@ from comet_cuda.errors import CometError
 
 SPARE_DISK = 64 << 20  # tokenizer, manifest, temporary names
 GIB = 1 << 30
-# steps of a run that tunes in which it holds all layers (pack.py)
-WHOLE_MODEL = ("after pack", "generate", "after generate", "tune", "after tune")
+WHOLE_MODEL = ("after pack", "tune", "after tune")  # steps of a run that tunes in which it holds all layers (pack.py)
 ONCE = ("start", "after calibrate", "packing")  # steps of which another layer takes no more: text, drawing, opening
 MOST_EXTENDED = 8  # windows of the real run for each of the larger rehearsal: what noise is multiplied by at most
 
@@ -82,13 +81,7 @@ def packed_bytes(source: ModelSource, recipe: Recipe) -> int:
 
 def packing_disk(source: ModelSource, recipe: Recipe) -> int:
     """Bytes that packing needs on the disk: the packed folder, and beside it the draft that tuning starts from."""
-    return packed_bytes(source, recipe) + _draft_bytes(source, recipe) + SPARE_DISK
-
-
-def _draft_bytes(source: ModelSource, recipe: Recipe) -> int:
-    """Bytes of the folder that tuning starts from and removes: the untuned model and generated windows."""
-    written = 4 * recipe.tuning.generated * recipe.calibration.seq_len
-    return packed_bytes(source, recipe) + written if recipe.tuning.epochs else 0
+    return packed_bytes(source, recipe) * (2 if recipe.tuning.epochs else 1) + SPARE_DISK
 
 
 def tuning_memory(source: ModelSource) -> int:
@@ -237,7 +230,7 @@ def rehearse(
         memory=at_most(lambda run: run.peaks, in_ram),
         gpu_memory=at_most(lambda run: run.gpu_peaks),
         disk=int(extended(lambda run: run.disk))
-        + (_draft_bytes(whole, recipe) if command == "pack" else 0)
+        + (packed_bytes(whole, recipe) if command == "pack" and recipe.tuning.epochs else 0)
         + _spilled(whole, recipe, device, dtype, command),
     )
 
@@ -306,8 +299,7 @@ def _run_small(
 
     lanes, _ = resolve_lanes(device, dtype)
     share = windows / recipe.calibration.samples
-    tuning = replace(recipe.tuning, generated=math.ceil(recipe.tuning.generated * share))
-    recipe = with_calibration(replace(recipe, tuning=tuning), samples=windows)
+    recipe = with_calibration(recipe, samples=windows)
     with tempfile.TemporaryDirectory(prefix="comet-rehearsal-") as name:
         home, peaks = Path(name), _Peaks(lanes)
         options: Any = {"device": device, "dtype": dtype, "progress": peaks, "limit_share": share}

@@ -134,14 +134,11 @@ class TuningSpec:
     learning_rate: float = number(0.002, 0, 1)  # of scales, relative to their size, a step
     vector_rate: float = number(0.002, 0, 1)  # of norms and biases, likewise
     code_rate: float = number(0.0, 0, 1)  # of weight codes, in code steps
-    generated: int = whole(0, 0, 1_000_000)  # windows that the 16-bit model writes itself, beside the calibration's
 
     def __post_init__(self) -> None:
         check_fields(self, "tuning")
         if self.epochs and not (self.learning_rate or self.vector_rate or self.code_rate):
             raise CometError("recipe: tuning has epochs, but all its rates are 0", "Set one of them, or epochs to 0.")
-        if self.generated and not self.epochs:
-            raise CometError(f"recipe: tuning.generated is {self.generated}, but epochs 0", "Set both, or neither.")
 
 
 @dataclass(frozen=True)
@@ -303,7 +300,9 @@ def recipe_from_dict(given: Mapping[str, Any]) -> Recipe:
             fields[f"{section}_bits"] = bits["bits"]
     overrides = values.get("overrides") or []
     if not isinstance(overrides, list | tuple):
-        raise CometError(f"recipe: overrides is {overrides!r}", "It must be a list; each item has a match pattern.")
+        raise CometError(
+            f"recipe: overrides is {overrides!r}", "overrides must be a list; each item has a match pattern."
+        )
     fields["overrides"] = tuple(_override(item, f"overrides[{i}]") for i, item in enumerate(overrides))
     return Recipe(**fields)
 
@@ -331,8 +330,6 @@ def digest(recipe: Recipe) -> str:
         del plain["checks"]
     if not recipe.tuning.epochs:
         del plain["tuning"]["vector_rate"]
-    if not recipe.tuning.generated:
-        del plain["tuning"]["generated"]
     canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

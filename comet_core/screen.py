@@ -2,9 +2,9 @@
 
 A file names a base recipe and, per variant, the keys that differ (and `recipe: NAME`, if its base is another one). Each
 variant is calibrated, packed and evaluated like any other recipe, under the name `base+variant`, in a process that does
-one after the other; one that fails costs the others nothing. What several variants begin with, a calibration, the
-packing before tuning or windows that the 16-bit model writes, is done once. Variants whose record is in the file
-already (same recipe digest, model, text and windows) are left out, so a run that was cut off goes on.
+one after the other; one that fails costs the others nothing. What several variants begin with, a calibration or the
+packing before tuning, is done once. Variants whose record is in the file already (same recipe digest, model, text and
+windows) are left out, so a run that was cut off goes on.
 
     python -m comet_core.screen results/ablations.yaml --model smollm2-135m --windows 40 --jobs 3 --record FILE
 
@@ -163,7 +163,7 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
                 shutil.rmtree(folder, ignore_errors=True)
             if untuned != recipe:
                 shutil.copytree(draft, draft_folder(packed))
-            pack(source, calibration, recipe, packed, **how, generated=setting.shared / "g", progress=silent)
+            pack(source, calibration, recipe, packed, **how, progress=silent)
     return packed
 
 

@@ -54,11 +54,11 @@ class Tuned:
 def tune(
     model: nn.Module,
     teacher: nn.Module,
-    train: Tensor,
-    judge: Tensor,
+    tokens: Tensor,
     *,
     spec: TuningSpec,
     kv_cache: KVCacheSpec,
+    holdout: float,
     seed: int,
     progress: Progress,
 ) -> Tuned:
@@ -66,10 +66,15 @@ def tune(
 
     Args:
         model: packed, on its device; its linears are replaced for good. teacher: the 16-bit model, same device.
-        train, judge: int64 [windows, L]. spec: epochs, windows a step, rates. seed: of the windows' order.
+        tokens: int64 [windows, L]. spec: epochs, windows a step, rates. holdout: share of the windows that judges.
+        seed: of the windows' order.
     """
     device = next(model.parameters()).device
     _straight_attention(model, kv_cache)
+    every = round(1 / holdout) if holdout else 0
+    judging = torch.arange(len(tokens)) % every == every - 1 if 0 < every <= len(tokens) else torch.zeros(0).bool()
+    judge = tokens[judging] if len(judging) else tokens
+    train = tokens[~judging] if len(judging) else tokens
     trainable = _TrainableModel(model, spec)
     before = _divergence(model, teacher, judge, device)
     steps = spec.epochs * math.ceil(len(train) / spec.windows)
@@ -91,15 +96,6 @@ def tune(
     after = _divergence(model, teacher, judge, device)
     progress.log(f"tuning: divergence from the 16-bit model {before:.4f} -> {after:.4f} nats a token, held-out windows")
     return Tuned(trainable.stored() if after < before else {}, before, after)
-
-
-def split_windows(tokens: Tensor, holdout: float) -> tuple[Tensor, Tensor]:
-    """Windows to learn from, and those that judge: a `holdout` of all. If there are too few, all do both."""
-    every = round(1 / holdout) if holdout else 0
-    if not 0 < every <= len(tokens):
-        return tokens, tokens
-    judging = torch.arange(len(tokens)) % every == every - 1
-    return tokens[~judging], tokens[judging]
 
 
 def _schedule(step: int, steps: int) -> float:

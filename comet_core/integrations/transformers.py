@@ -217,8 +217,8 @@ def _bind(model: nn.Module, name: str, function: Any) -> None:
 
 def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` with a 4-bit cache, where the recipe has one and the caller gives no other."""
+    from comet_core.evaluate import cache_argument
     from comet_core.integrations.kv4_cache import cache_for
-    from comet_core.kv_cache import cache_argument
 
     name = cache_argument(model)
     config = kwargs.get("generation_config") or model.generation_config

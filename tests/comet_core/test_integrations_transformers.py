@@ -114,8 +114,8 @@ def test_generation_fills_four_bit_pages_and_says_what_a_full_pass_prefers(tiny:
 
 @torch.no_grad()
 def test_pages_take_a_quarter_of_the_memory(tiny: "Packed") -> None:
+    from comet_core.evaluate import cache_argument
     from comet_core.integrations.kv4_cache import cache_for
-    from comet_core.kv_cache import cache_argument
 
     model = opened(tiny.packed, dtype=torch.bfloat16)
     cache = cache_for(model)
@@ -133,8 +133,8 @@ def test_pages_take_a_quarter_of_the_memory(tiny: "Packed") -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[30, 1, 1, 200, 1, 37], [270], [1] * 3 + [129, 129, 9]])
 def test_any_chunking_gives_one_shot_logits(tiny: "Packed", chunks: list[int]) -> None:
+    from comet_core.evaluate import cache_argument
     from comet_core.integrations.kv4_cache import cache_for
-    from comet_core.kv_cache import cache_argument
 
     model = opened(tiny.packed)
     x = tokens(2, 270)
@@ -227,7 +227,7 @@ def test_left_padding_changes_no_token(tiny: "Packed") -> None:
 def test_beams_are_reordered(tiny: "Packed") -> None:
     from transformers import DynamicCache
 
-    from comet_core.kv_cache import cache_argument
+    from comet_core.evaluate import cache_argument
 
     model = opened(tiny.packed)
     x = tokens(1, 130)

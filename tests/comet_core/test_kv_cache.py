@@ -106,7 +106,7 @@ def test_generation_equals_one_shot_scoring() -> None:
     from transformers import DynamicCache
 
     model = tiny_model(attention_name(KVCacheSpec(page=16, sinks=4), None))
-    from comet_core.kv_cache import cache_argument
+    from comet_core.evaluate import cache_argument
 
     prompt = torch.randint(0, 97, (1, 30))
     out = model.generate(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from comet_core import generated, preflight
+from comet_core import preflight
 from comet_core.calibrate import calibrate
 from comet_core.lanes import Lanes
 from comet_core.model_source import resolve_model
@@ -50,8 +50,6 @@ def test_disk_follows_from_shapes(tmp_path: Path, name: str) -> None:
     assert packing_disk(source, recipe) == packed_bytes(source, recipe) + SPARE_DISK > info.bytes
     tuned = replace(recipe, tuning=replace(recipe.tuning, epochs=1))
     assert packing_disk(source, tuned) - SPARE_DISK == 2 * packed_bytes(source, recipe)
-    written = replace(recipe, tuning=replace(tuned.tuning, generated=5))
-    assert packing_disk(source, written) == packing_disk(source, tuned) + 5 * 32 * 4
 
 
 def test_a_disk_that_is_too_small_is_named_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,16 +117,15 @@ def test_what_grows_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert found.disk == 7 + 18 + 2000 + (packed_bytes(cut(0), recipe) if epochs else 0)
 
 
-@pytest.mark.parametrize("step", ["generate", "tune"])
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_libraries_that_grow_with_the_first_layers_are_not_multiplied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str, step: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
     """Where a GPU holds the layers, each takes no more RAM than its 16-bit and packed bytes; a CPU's RAM holds them."""
     spec = make_model(tmp_path / "model", 6, 128)
 
     def run(source: Any, small: Any, windows: int, *rest: Any) -> Any:
-        peak = {step: int(source.config.num_hidden_layers) << 30}
+        peak = {"tune": int(source.config.num_hidden_layers) << 30}
         return preflight._Run({"start": 1.0}, peak, peak, 0)
 
     monkeypatch.setattr(preflight, "_run_small", run)
@@ -175,18 +172,6 @@ def test_a_rehearsal_times_its_steps_and_what_follows(tmp_path: Path) -> None:
     assert sum(run.seconds.values()) <= time.perf_counter() - start
     assert run.seconds.keys() == {*preflight.ONCE, "calibrate", "pack", "after pack", "then"}
     assert 0.3 <= run.seconds["then"] < 0.6 and all(seconds > 0 for seconds in run.seconds.values())
-
-
-def test_a_rehearsal_writes_its_share_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    source, asked = resolve_model(make_model(tmp_path / "model", 1, 128), weights="random"), []
-    recipe = with_calibration(load_recipe("w4a4-naive"), samples=8, seq_len=32)
-    recipe = replace(recipe, tuning=replace(recipe.tuning, epochs=1, generated=10))
-    write = generated.prompts_of
-    monkeypatch.setattr(generated, "prompts_of", lambda train, count: asked.append(count) or write(train, count))
-    run = preflight._run_small(source, recipe, 2, "pack", "cpu", "auto", lambda packed: None)
-    assert asked == [3], "a quarter of the windows"
-    assert run.seconds.keys() == {*preflight.ONCE, "calibrate", "pack", *preflight.WHOLE_MODEL, "then"}
 
 
 ONE_RUN = """
