@@ -355,11 +355,11 @@ def _plan_group(m: _Measured) -> GroupPlan:
         bits = torch.full((total,), m.spec.activations.bits if m.quantized else 16, dtype=torch.uint8)
     hadamard = m.spec.activations.hadamard and bool((bits == 4).any())
     clip = clip_values(bits, m.spec.activations)
-    if m.clips is not None:
+    if m.clips is not None:  # searched before channels change blocks below, which hardly changes what is best
         clip = torch.where(bits == 4, m.clips, clip)
     perm = m.perm
-    if hadamard and m.choice.segments == 1 and not m.group.producers:  # a kernel gathers, and the order is free
-        perm = spread_over_banks(perm, bits)
+    if hadamard and m.spec.blocks.permute and m.choice.segments == 1 and not m.group.producers:
+        perm = spread_over_banks(perm, bits)  # a kernel gathers, and the order is free
     plan = BlockPlan(perm, bits, clip, hadamard, _share(m, bits))
     report = m.report | {"int8_blocks": int((bits == 8).sum()), "blocks": total}
     return GroupPlan(m.layer, m.group, m.quantized, plan, m.absmax, report)

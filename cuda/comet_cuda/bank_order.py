@@ -27,12 +27,13 @@ OF_BLOCK = (1, 2, 4)
 
 
 def spread_over_banks(perm: Tensor, block_bits: Tensor) -> Tensor:
-    """A permutation [K] like `perm`, but for the order of channels in each run of INT4 blocks that are rotated.
+    """A permutation [K] like `perm`, but for the order of channels in each run of INT4 blocks, which are rotated.
 
     Args:
-        perm: int32 [K], channels in storage order, most important first. block_bits: uint8 [NB].
+        perm: int32 [K], channels in storage order, most important first. block_bits: uint8 [NB], on any device.
 
-    INT8 blocks, and a last block that padding fills up, stay as they are.
+    Channels stay in their run, near the place where they were. INT8 blocks, and a last block that padding fills up,
+    stay as they are. Only for inputs that are rotated: in others the order decides what shares a scale.
     """
     found = perm.clone()
     is_int4 = (block_bits == 4)[: perm.shape[0] // BLOCK].tolist()

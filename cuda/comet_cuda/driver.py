@@ -265,8 +265,9 @@ def nothing_alike(*_: torch.Tensor) -> bool:
 def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A function of as many tensors that tells, at a third of the time of checks, whether they are like these.
 
-    It compares class, type, shape, strides, device and whether autograd looks on, and keeps no tensor. False says
-    nothing: one tensor given twice is never like two.
+    It compares class, type, shape, strides, device and requires_grad, and keeps no tensor. It does not see addresses:
+    callers look at their alignment. False says nothing: one tensor given twice is never like two, and tensors are not
+    like themselves in another mode (inference, autocast).
     """
     if _tensor_guards is None:
         return nothing_alike

@@ -1,10 +1,15 @@
 """Channel order, 8-bit blocks and the budget that pays for them."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comet_core.calibrate import _Measured, _plan_group
+from comet_core.decoder import LinearGroup
 from comet_core.observe import ChannelStats
 from comet_core.outliers import report_outliers
 from comet_core.plan import (
@@ -19,7 +24,8 @@ from comet_core.plan import (
     segments_for,
     spend_budget,
 )
-from comet_core.recipe import ActivationSpec, BlockSpec
+from comet_core.recipe import ActivationSpec, BlockSpec, load_recipe
+from comet_cuda.bank_order import spread_over_banks
 from comet_cuda.errors import CometError
 
 
@@ -126,3 +132,21 @@ def test_outlier_report_counts_channels_features_and_blocks() -> None:
     assert (report.peak, report.cutoff) == (100.0, 8.0)
     dead = report_outliers("g", ChannelStats.of(torch.zeros(3, 130), 3), threshold=8.0)
     assert (dead.peak, dead.outlier_channels, dead.blocks_before) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("change", ["none", "producers", "segments", "permute", "hadamard"])
+def test_only_rotated_blocks_that_a_kernel_gathers_are_ordered_for_banks(change: str) -> None:
+    """Not where a producer's rows carry the order, ranks cut it, or the recipe asks for no permutation or rotation."""
+    spec = load_recipe("w4a4kv4").for_linear("layers.0.up_proj")
+    changes: dict[str, Any] = {
+        "permute": {"blocks": replace(spec.blocks, permute=False)},
+        "hadamard": {"activations": replace(spec.activations, hadamard=False)},
+    }
+    spec, segments = replace(spec, **changes.get(change, {})), 2 if change == "segments" else 1
+    group = LinearGroup(("up_proj",), 1024, 64, ("v_proj",) if change == "producers" else ())
+    perm = choose_permutation(torch.rand(1024, generator=torch.Generator().manual_seed(0)), segments)
+    choice = PlanChoice(torch.zeros(8), block_costs(1024, 64), segments)
+    plan = _plan_group(_Measured(0, group, ("up_proj",), spec, torch.ones(1024), {}, perm, choice, 1.0, 2)).plan
+    ordered = spread_over_banks(perm, plan.block_bits) if change == "none" else perm
+    assert torch.equal(plan.perm, ordered)
+    assert (change == "none") == (not torch.equal(perm, ordered))

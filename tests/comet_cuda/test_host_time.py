@@ -260,6 +260,26 @@ def test_launches_alike_but_for_one_thing_are_told_apart(
     assert len({id(call) for _, call in quantize_token._CALLS.values()}) >= 4
 
 
+def moved(tensor: Tensor) -> Tensor:
+    """The same values, shape and strides, at an address that is no multiple of 16."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def test_addresses_are_looked_at_again(hopper: Hopper) -> None:
+    """Torch's guard does not see them: loads of 16 bytes must not meet rows, weights or a permutation that moved."""
+    o = Operands()
+    x, residual, weight, perm = moved(o.x), moved(o.residual), moved(o.weight), moved(o.perm)
+    for rows in (o.x, x):
+        quantize_token.launch(rows, *o.common)
+    given = (o.x, o.residual, o.weight)
+    for norm in (given, (x, *given[1:]), (o.x, residual, o.weight), (*given[:2], weight)):
+        quantize_token.launch(norm[0], *o.common, "rms_norm", *norm[1:], 1e-5)
+    plain, plain_moved, norm_aligned, *norm_moved = [shape for shape, _ in hopper.launches]  # a kernel for any address
+    assert plain != plain_moved and norm_moved == [norm_moved[0]] * 3 and norm_aligned != norm_moved[0]
+    quantize_token.launch(o.x, perm, *o.common[1:])  # copied
+    assert struct.unpack(TOKEN_PARAMS, hopper.launches.pop()[1])[4] not in (0, perm.data_ptr())
+
+
 def test_operands_beside_a_gpu_are_named(hopper: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
     o = Operands()
     found = o.quantize()
