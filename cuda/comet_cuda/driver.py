@@ -269,9 +269,10 @@ def guard(*tensors: torch.Tensor) -> Callable[..., bool]:
     callers look at their alignment. False says nothing: one tensor given twice is never like two, and tensors are not
     like themselves in another mode (inference, autocast).
     """
-    if _tensor_guards is None:
+    try:
+        check: Callable[..., bool] = _tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[misc]
+    except (TypeError, AttributeError):  # a version of torch without it, or with another one
         return nothing_alike
-    check: Callable[..., bool] = _tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 
 
