@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comet_core.calibration import Calibration, GroupPlan, save, writable_folder
+from comet_core.calibration import Calibration, GroupPlan, refuse_other, save, writable_folder
 from comet_core.corpus import calibration_windows, load_corpus, random_windows
 from comet_core.decoder import PROBE_TOKENS, Call, Decoder, LinearGroup, layer_linears, linear_groups, run_layer
 from comet_core.experts import list_experts
@@ -123,16 +123,18 @@ def calibrate(
 
     Args:
         source: the model. recipe: its calibration, activations and blocks sections are used.
-        out: folder, made if missing; an artifact that is there is replaced at the end.
+        out: folder, made if missing; the same calibration that is there is replaced at the end.
         device, dtype: "auto" or torch names; several devices as "cuda:0,cuda:1". progress: told about every step.
         limit_share: of the limits on memory; a rehearsal with a part of the windows takes the same part of them.
         lanes: devices that share the windows, in place of those that `device` names.
 
     Errors:
-        CometError for models, data or recipes that do not fit each other, before the long part where possible.
+        CometError for models, data or recipes that do not fit each other, before the long part where possible, and for
+        a folder that holds another calibration.
     """
     named, compute = resolve_lanes(device, dtype)
     with claimed(out):
+        refuse_other(out, source, recipe)
         writable_folder(out)
         return _calibrate(source, recipe, out, compute, progress, limit_share, lanes or named)
 

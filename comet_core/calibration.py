@@ -6,7 +6,7 @@ The folder holds `statistics.safetensors` (the token windows; per group the chan
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from comet_core.decoder import LinearGroup
 from comet_core.experts import any_expert
+from comet_core.model_source import ModelSource
 from comet_core.outliers import draw_heat_map
 from comet_core.plan import BlockPlan, stored_recipe, stored_share
-from comet_core.recipe import Recipe, digest, recipe_to_dict
+from comet_core.recipe import Recipe, TransformSpec, digest, recipe_to_dict
 from comet_core.whole_files import cannot_write, whole_file, write_text
 from comet_cuda.affine import num_blocks
 from comet_cuda.errors import CometError
@@ -65,6 +66,37 @@ class Calibration:
             for tensor in (item.plan.perm, item.plan.block_bits, item.plan.clip):
                 whole.update(tensor.numpy().tobytes())
         return whole.hexdigest()
+
+
+def calibrate_alike(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes calibrate alike on the same windows: they may differ in what only packing reads."""
+    packing = ("name", "description", "calibration", "weights", "kv_cache", "tuning", "checks")
+    aligned = replace(one, **{key: getattr(other, key) for key in (*packing, "embedding_bits", "lm_head_bits")})
+    return digest(aligned) == digest(other)
+
+
+def is_of(model: dict[str, Any], source: ModelSource, recipe: Recipe) -> bool:
+    """Whether a manifest's `model` is `source`. A transformed model's digest is known only when it has been made: such
+    a one is told by its name."""
+    known = "digest" if recipe.transform == TransformSpec() else "name"
+    return bool(model[known] == (source.digest() if known == "digest" else source.name))
+
+
+def refuse_other(out: Path, source: ModelSource, recipe: Recipe) -> None:
+    """Raise CometError if `out` holds the finished calibration of another model, recipe or choice of windows."""
+    try:
+        found = load_calibration(out)
+    except CometError:  # none, or none that could be read
+        return
+    wrong = ["model"] * (not is_of(found.model, source, recipe))
+    wrong += ["recipe"] * (not calibrate_alike(recipe, found.recipe))
+    wrong += ["windows"] * (recipe.calibration != found.recipe.calibration)
+    if wrong:
+        raise CometError(
+            f"{out}: holds the calibration of {found.model['name']} by recipe {found.recipe.name}, not what is asked "
+            f"for ({source.name} by recipe {recipe.name}); they differ in {', '.join(wrong)}",
+            "choose another folder with --out, or remove this one",
+        )
 
 
 def writable_folder(out: Path) -> Path:

@@ -41,7 +41,7 @@ def inspect_packed(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         CometError if the folder is damaged, or with `verify` if a tensor is not the one that was packed.
     """
     manifest = read_manifest(folder)
-    sizes, block_bits = _shards(folder, manifest, verify)
+    sizes, block_bits = read_headers(folder, manifest, verify)
     notes = {note["linear"]: note for note in manifest.layers}
     linears = [
         _linear(name, entry, sizes, block_bits.get(name), notes.get(name, {}))
@@ -92,7 +92,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _shards(folder: Path, manifest: Manifest, verify: bool) -> tuple[dict[str, int], dict[str, list[int]]]:
+def read_headers(folder: Path, manifest: Manifest, verify: bool = False) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Bytes of every tensor, and every linear's bits by block."""
     from safetensors import SafetensorError, safe_open
 

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from comet_core.calibration import Calibration
 from comet_core.experts import expert_of, list_experts
+from comet_core.inspection import read_headers
 from comet_core.model_card import model_card
 from comet_core.model_source import ModelSource
-from comet_core.packed import FORMAT_VERSION, MANIFEST, STARTED, LinearEntry, Manifest, manifest_json
+from comet_core.packed import FORMAT_VERSION, MANIFEST, STARTED, LinearEntry, Manifest, manifest_json, read_manifest
+from comet_core.provenance import comet_version
 from comet_core.recipe import Recipe, digest, recipe_to_dict
 from comet_core.shards import INDEX, tensor_sha256
 from comet_core.whole_files import whole_file, write_text
@@ -85,6 +87,7 @@ class Ledger:
             layers=self.notes,
             checks=self.checks,
             sha256=self.sha256,
+            made={"version": comet_version(), "calibration": found.sha256()},
         )
         _copy_tokenizer(source.folder, out)
         index = {
@@ -104,11 +107,12 @@ class Ledger:
         config["experts_implementation"] = GUARD
         write_text(out / "config.json", json.dumps(config, indent=1, sort_keys=True) + "\n")
         (out / STARTED).unlink(missing_ok=True)
-        return self._summary(manifest, f"{found.layer_prefix}.", out)
+        return self.summary(manifest, out)
 
-    def _summary(self, manifest: Manifest, inside: str, out: Path) -> PackedInfo:
-        """The summary; linears outside the layers (`inside` is their prefix) do not count as packed linears."""
-        linears = {name: entry for name, entry in self.entries.items() if name.startswith(inside)}
+    def summary(self, manifest: Manifest, out: Path) -> PackedInfo:
+        """The summary; linears outside the layers, of which packing notes nothing, do not count as packed linears."""
+        noted = {note["linear"] for note in self.notes}
+        linears = {name: entry for name, entry in self.entries.items() if name in noted}
         return PackedInfo(
             folder=out,
             bytes=sum(file.stat().st_size for file in out.iterdir() if file.is_file()),
@@ -122,6 +126,18 @@ class Ledger:
             ),
             warnings=(*_warnings(self.notes), *_layer_warnings(self.checks)),
         )
+
+
+def summary_of(folder: Path) -> PackedInfo:
+    """What `pack` returned when it made this folder, from its manifest and its shards' headers.
+
+    Errors:
+        CometError if the folder is not finished, or a file of it is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    sizes, _ = read_headers(folder, manifest)
+    made = Ledger(entries=manifest.linears, notes=manifest.layers, checks=manifest.checks, sizes=sizes)
+    return made.summary(manifest, folder)
 
 
 def _warnings(notes: list[dict[str, Any]]) -> list[str]:

@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from comet_core.calibrate import resolve_lanes
-from comet_core.calibration import Calibration, load_calibration
+from comet_core.calibration import Calibration, calibrate_alike, load_calibration
 from comet_core.decoder import load_sixteen
+from comet_core.finished import asked_of, draft_folder, look_into
 from comet_core.lanes import Lanes
 from comet_core.ledger import PackedInfo
 from comet_core.model_source import ModelSource
 from comet_core.pack_job import PackJob
 from comet_core.packed import load_packed
 from comet_core.progress import Progress
-from comet_core.recipe import Recipe, TuningSpec, digest
+from comet_core.recipe import Recipe, TuningSpec
 from comet_core.shards import read_shard, write_shard
 from comet_core.transform import transformed
 from comet_core.tune import tune
@@ -40,7 +41,7 @@ def pack(
     limit_share: float = 1.0,
     lanes: Lanes | None = None,
 ) -> PackedInfo:
-    """Quantize and write the model to `out`; the same call after a crash goes on.
+    """Quantize and write the model to `out`; the same call after a crash goes on, and after the end does nothing.
 
     Args:
         source: the model that was calibrated. calibration: folder that `calibrate` wrote.
@@ -66,6 +67,12 @@ def pack(
         )
     _check_embedding_bits(source, recipe)
     with claimed(out):
+        info, why = look_into(out, asked_of(found, recipe))
+        if info is not None:
+            progress.log(f"{out}: already packed; remove the folder to pack it anew")
+            return info
+        if why:
+            progress.log(f"{out}: {why}, so packing anew")
         if recipe.tuning.epochs:
             return _pack_tuned(source, found, recipe, out, device, compute, progress, limit_share, lanes)
         return PackJob(source, found, recipe, out, device, compute, progress, limit_share, lanes).run()
@@ -74,19 +81,7 @@ def pack(
 def _agreed_recipe(found: Calibration, recipe: Recipe | None) -> Recipe:
     if recipe is None:
         return found.recipe
-    aligned = replace(
-        recipe,
-        name=found.recipe.name,
-        description=found.recipe.description,
-        calibration=found.recipe.calibration,
-        weights=found.recipe.weights,
-        kv_cache=found.recipe.kv_cache,
-        tuning=found.recipe.tuning,
-        checks=found.recipe.checks,
-        embedding_bits=found.recipe.embedding_bits,
-        lm_head_bits=found.recipe.lm_head_bits,
-    )
-    if digest(aligned) != digest(found.recipe):
+    if not calibrate_alike(recipe, found.recipe):
         raise CometError(
             f"recipe {recipe.name}: its activations, blocks, skip or overrides differ from those of the calibration "
             f"({found.recipe.name})",
@@ -111,11 +106,6 @@ def _check_embedding_bits(source: ModelSource, recipe: Recipe) -> None:
             f"embedding.bits={recipe.embedding_bits} and lm_head.bits={recipe.lm_head_bits}",
             "give both the same bits",
         )
-
-
-def draft_folder(out: Path) -> Path:
-    """Where a model that is packed into `out` stands before it is tuned."""
-    return out.parent / f".{out.name}.untuned"
 
 
 def _pack_tuned(

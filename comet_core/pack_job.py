@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from comet_core.calibrate import embed_windows
 from comet_core.calibration import Calibration, GroupPlan
 from comet_core.decoder import Decoder, all_finite, is_tied, layer_linears, permute_rows, put_tensor, stored_buffers
+from comet_core.finished import REMEDY, UNFINISHED, asked_of, look_into
 from comet_core.hidden import DEFAULT_LIMIT, HiddenStates
 from comet_core.kv_cache import attention_name, sixteen_name
 from comet_core.lanes import Copies, Lanes, calls_by_lane
@@ -31,10 +32,8 @@ from comet_core.packed import (
     MANIFEST,
     STARTED,
     LinearEntry,
-    is_packed,
     module_name,
     put_linears,
-    read_manifest,
     split_linear_tensors,
 )
 from comet_core.plan import BlockPlan, fold_permutation
@@ -141,12 +140,7 @@ class PackJob:
 
     def is_done(self) -> bool:
         """Whether the folder holds the finished outcome of this very job, whatever its recipe is called."""
-        if not is_packed(self.out):
-            return False
-        manifest = read_manifest(self.out)
-        recipe = replace(manifest.recipe, name=self.recipe.name, description=self.recipe.description)
-        same = recipe == self.recipe and manifest.model["digest"] == self.source.digest()
-        return same and manifest.data == self.calibration.data
+        return look_into(self.out, asked_of(self.calibration, self.recipe))[0] is not None
 
     def _check_groups(self) -> None:
         """The calibration must fit the model: its groups every linear of every layer once, its tokens known ones."""
@@ -182,7 +176,8 @@ class PackJob:
         return self.out / shard_name(index, self.count)
 
     def begin(self) -> None:
-        """Claim the folder, or recognise an unfinished run of the same job."""
+        """Claim the folder, or recognise an unfinished run of the same job. What another job made is refused."""
+        look_into(self.out, asked_of(self.calibration, self.recipe))
         job = {
             "format_version": FORMAT_VERSION,
             "recipe": digest(self.recipe),
@@ -197,19 +192,12 @@ class PackJob:
             self.out.mkdir(parents=True, exist_ok=True)
             if marker.exists():
                 if json.loads(marker.read_text(encoding="utf-8")) != job:
-                    raise CometError(
-                        f"{self.out}: holds the unfinished packing of another model, recipe or calibration",
-                        "remove the folder, or choose another with --out",
-                    )
+                    raise CometError(f"{self.out}: {UNFINISHED}", REMEDY)
                 for leftover in self.out.glob("*.tmp"):
                     leftover.unlink()
                 return
             if (self.out / MANIFEST).exists():
                 self._clear_finished()
-            elif any(file.name != f"{STARTED}.tmp" for file in self.out.iterdir()):
-                raise CometError(
-                    f"{self.out}: is not empty and holds no packed model", "choose another folder with --out"
-                )
             write_text(marker, json.dumps(job))
         except OSError as error:
             raise cannot_write(self.out, error) from error
@@ -217,7 +205,7 @@ class PackJob:
             raise CometError(f"{marker}: cannot be understood", "remove the folder and pack again") from error
 
     def _clear_finished(self) -> None:
-        """Remove the files of an earlier finished packing, config.json first, because without it the folder is not
+        """Remove the files of the same job's earlier packing, config.json first, because without it the folder is not
         whole. The manifest stays until it is replaced: whoever is killed in here finds by it what the folder was."""
         for name in ("config.json", INDEX):
             (self.out / name).unlink(missing_ok=True)

@@ -70,6 +70,7 @@ class Manifest:
     layers: list[dict[str, Any]]  # per linear: method, error, damping
     checks: list[dict[str, Any]]  # per layer: cosine and error beside the 16-bit layer; empty if packed without
     sha256: dict[str, str]
+    made: dict[str, Any]  # version of COMET, calibration (sha256 of tokens and plans); empty in older folders
 
 
 def manifest_json(manifest: Manifest, recipe: dict[str, Any]) -> str:
@@ -90,14 +91,15 @@ def read_manifest(folder: Path) -> Manifest:
         CometError if it is missing, damaged or of a later format.
     """
     if not is_packed(folder):
-        unfinished = (folder / STARTED).is_file()
-        raise CometError(
-            f"{folder}: "
-            + ("packing has not finished" if unfinished else f"no packed model ({MANIFEST} and config.json)"),
-            "start the same `comet pack` command again, it goes on where it stopped"
-            if unfinished
-            else "run `comet pack`",
-        )
+        if (folder / STARTED).is_file():
+            again = "start the same `comet pack` command again, it goes on where it stopped"
+            raise CometError(f"{folder}: packing has not finished", again)
+        raise CometError(f"{folder}: no packed model ({MANIFEST} and config.json)", "run `comet pack`")
+    return manifest_of(folder)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """comet.json, checked, whatever else is in the folder. Errors as in `read_manifest`."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = content["format_version"]
@@ -117,6 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
             layers=[_note(note) for note in content["layers"]],
             checks=[_check(note) for note in content.get("checks", [])],
             sha256={name: str(digest) for name, digest in content["sha256"].items()},
+            made=dict(content.get("made", {})),
         )
     except CometError as error:  # of the recipe or the version, which know no file
         where = "" if error.message.startswith(str(folder)) else f"{folder / MANIFEST}: "

@@ -67,6 +67,11 @@ def _anonymous(command: str) -> str:
     return command.replace(f"{Path.home()}/", "~/")
 
 
+def comet_version() -> str | None:
+    """The version of the installed COMET; None where it runs without being installed."""
+    return _version("comet-w4a4kv4")
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

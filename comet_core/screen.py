@@ -142,7 +142,8 @@ def _packed(recipe: Recipe, setting: Setting) -> Path:
     """The packed folder of a variant: found, or made from what others made before."""
     from comet_core.calibrate import calibrate
     from comet_core.calibration import MANIFEST
-    from comet_core.pack import draft_folder, pack
+    from comet_core.finished import draft_folder
+    from comet_core.pack import pack
     from comet_core.packed import is_packed
 
     weights = WeightSpec(bits=recipe.weights.bits, group=recipe.weights.group)  # all of it that a calibration asks for

@@ -52,6 +52,9 @@ def calibrate(
     source, chosen = prepare(model, recipe, weights, layers, device, **flags)
     folder = out or default_folder(source, chosen, layers) / "calibration"
     options.set_threads(threads)
+    from comet_core.calibration import refuse_other
+
+    refuse_other(folder, source, chosen)
     if dry_run:
         predict("calibrate", cutter(source, model, weights, seed), chosen, folder, device, dtype, json=json)
         return

@@ -46,8 +46,9 @@ def demo(
     rows = []
     protocol: Any = None
     for recipe, title in TITLES.items():
-        calibration, packed = HOME / recipe / "calibration", HOME / recipe / "packed"
         count = NAIVE_SAMPLES if recipe == NAIVE else samples
+        home = HOME / f"{recipe}-{count}x{calibration_seq_len}"  # another size is another model
+        calibration, packed = home / "calibration", home / "packed"
         size = ["--samples", str(count), "--seq-len", str(calibration_seq_len)]
         step("calibrate", MODEL, "--recipe", recipe, *size, "--out", str(calibration))
         step("pack", MODEL, "--recipe", recipe, "--calibration", str(calibration), "--out", str(packed))

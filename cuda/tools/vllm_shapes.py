@@ -78,7 +78,7 @@ def write_manifest(alias: str, config: Any, folder: Path, *, share: int, ranks: 
     model = {"name": alias, "note": "random weights", "spec": alias, "origin": "random", "digest": ""}
     manifest = Manifest(
         recipe, digest(recipe), model, data={}, int4_mac_fraction=0.84, linears=linears, embedding_bits=16, layers=[],
-        checks=[], sha256={},
+        checks=[], sha256={}, made={},
     )  # fmt: skip
     (folder / "comet.json").write_text(manifest_json(manifest, recipe_to_dict(recipe)))
 

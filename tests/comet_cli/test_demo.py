@@ -57,3 +57,5 @@ def test_one_table_and_what_was_done_when_it_was_stopped_is_not_done_again(typed
     for title in ("tiny, 1 windows of 32 tokens", "16-bit", *demo.TITLES.values(), "protocol: "):
         assert title in done.stdout
     assert not demo.STEPS.exists()  # a finished demo is made anew
+    done = CliRunner().invoke(main.app, [*small, "--samples", "3"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr  # of another size, beside the first

@@ -190,14 +190,15 @@ def test_a_packed_model_cut_to_its_first_layers_computes_like_them(home: Path) -
 def test_what_is_missing_is_named_before_any_weights_are_read(
     arguments: tuple[str, ...], words: str, remedy: str, dry: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("comet_core.evaluate.loaded", "comet_core.preflight_eval.loaded"):
+    for place in ("comet_core.preflight_eval.loaded", "comet_core.evaluate.loaded"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("weights were read first"))
     code, out, err = comet("eval", *arguments, "--device", "cpu", *dry)
     assert (code, out) == (2, "") and words in err and remedy in err.partition("hint: ")[2]
 
 
 def test_a_model_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comet_core.evaluate.loaded", lambda *_: pytest.fail("weights were read first"))
+    for place in ("comet_core.preflight_eval.loaded", "comet_core.evaluate.loaded"):
+        monkeypatch.setattr(place, lambda *_: pytest.fail("weights were read first"))
     monkeypatch.setattr("comet_core.preflight.total_memory", lambda: 1 << 20)
     for dry in ((), ("--dry-run",)):
         code, out, err = comet("eval", "tiny", *MEASURE, *dry)

@@ -69,20 +69,96 @@ def test_pack_calibrates_first_and_eval_finds_the_result(folder: Path, monkeypat
     assert "w4a4kv4" in out and "fp16" in out and "protocol: data: " in out
 
 
+def refused(*arguments: str) -> str:
+    """What a command says that must end in an error and a hint."""
+    done = CliRunner().invoke(main.app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 2 and "hint:" in done.stderr, done.stderr
+    return done.stderr
+
+
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder."""
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def test_pack_again_takes_the_calibration_it_finds_unless_told_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     comet("calibrate", "tiny", "--data", "text.txt", *SMALL)
-    _, err = comet("pack", "tiny", "--device", "cpu")
+    _, err = comet("pack", "tiny", "--out", "once more", "--device", "cpu")
     assert "calibration: runs/tiny-w4a4kv4/calibration, found" in err
-    _, err = comet("pack", "tiny", "--data", "text.txt", "--samples", "2", "--seq-len", "64", "--device", "cpu")
-    assert "other data, samples, length or seed, so calibrating first" in err
+    kept, two = bytes_of(folder / "runs/tiny-w4a4kv4"), ("--data", "text.txt", "--samples", "2", *SMALL[2:])
+    assert "holds the calibration of tiny" in (err := refused("calibrate", "tiny", *two)) and "windows\n" in err
+    _, err = comet("pack", "tiny", *two, "--out", "fewer")
+    assert "other data, samples, length or seed, so the one taken is fewer-calibration" in err
+    assert "fewer: already packed" in comet("pack", "tiny", *two, "--out", "fewer")[1]
+    assert bytes_of(folder / "runs/tiny-w4a4kv4") == kept
     given = "runs/tiny-w4a4kv4/calibration"
     out, _ = comet("pack", "tiny", "--calibration", given, "--out", "elsewhere", "--device", "cpu")
     assert "elsewhere" in out and json.loads(Path("runs/last.json").read_text()) == {"packed": "elsewhere"}
     done = CliRunner().invoke(main.app, ["pack", "tiny", "--calibration", given, "--samples", "3"])
     assert done.exit_code == 2 and "exclude each other" in done.stderr
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("calibrates or measures")
+
+
+def test_what_another_job_packed_is_refused_before_anything_is_calibrated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    plain = ("--recipe", "w4a4-naive", "--data", "text.txt", *SMALL)
+    comet("pack", "tiny", *plain, "--out", "mine")
+    kept = bytes_of(folder / "mine")
+    shutil.rmtree("runs/tiny-w4a4-naive")
+    shutil.copytree("tiny", "other")
+    config = json.loads(Path("other/config.json").read_text())
+    Path("other/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    monkeypatch.setattr("comet_core.calibrate._calibrate", never)
+    monkeypatch.setattr("comet_core.preflight.rehearse", never)
+    for asked, wrong in (
+        (("other", *plain), "model"),
+        (("tiny", *plain, "--recipe", "w4a16"), "weights, activations"),
+        (("tiny", *plain, "--seed", "1"), "calibration\n"),
+    ):
+        for more in ((), ("--dry-run",)):
+            said = refused("pack", *asked, "--out", "mine", *more)
+            assert "mine: holds the finished packing of tiny by recipe w4a4-naive" in said
+            assert f"differ in {wrong}" in said and "--out" in said.partition("hint:")[2]
+    shutil.copytree("mine", ".tuned.untuned")
+    said = refused("pack", "tiny", *plain, "--recipe", "w4a4kv4-tuned", "--out", "tuned")
+    assert ".tuned.untuned: holds the finished packing of tiny by recipe w4a4-naive" in said
+    Path("thesis").mkdir()
+    Path("thesis/chapter").write_text("years of work")
+    assert "is not empty and holds no packed model" in refused("pack", "tiny", *plain, "--out", "thesis")
+    assert bytes_of(folder / "mine") == kept
+
+
+def test_what_is_packed_already_is_said_and_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its calibration, without one, in a dry run; and what another program reads is still written beside it."""
+    monkeypatch.chdir(folder)
+    ask = ("pack", "tiny", "--recipe", "w4a16-rtn", "--data", "text.txt", *SMALL, "--out", "done/packed")
+    first, _ = comet(*ask)
+    monkeypatch.setattr("comet_core.calibrate._calibrate", never)
+    monkeypatch.setattr("comet_core.pack_job.PackJob", never)
+    monkeypatch.setattr("comet_core.preflight.rehearse", never)
+    for gone in ("nothing", "runs/tiny-w4a16-rtn"):
+        shutil.rmtree(gone, ignore_errors=True)
+        Path("runs/last.json").unlink(missing_ok=True)
+        out, err = comet(*ask)
+        assert out == first and "done/packed: already packed; remove the folder to pack it anew" in err
+        assert json.loads(Path("runs/last.json").read_text()) == {"packed": "done/packed"}
+    form = ("--format", "compressed-tensors")
+    for more in ((), form):
+        said = json.loads(comet(*ask, *more, "--dry-run", "--json")[0])
+        assert "already packed" in said["folder"] and ("left" in said) == bool(more)
+    _, exported = comet(*ask, *form, "--json")[0].splitlines()
+    assert json.loads(exported)["folder"] == "done/packed-compressed-tensors"
+    (folder / "text.txt").write_text(TEXT * 61)
+    assert "differ in the calibration's text" in refused(*ask)
+    (folder / "text.txt").write_text(TEXT * 60)
 
 
 def test_random_weights_calibrated_in_one_process_pack_in_another(

@@ -7,6 +7,8 @@ an unlink), one kill each, the next run going on from there; and moments that no
 
 import errno
 import gc
+import importlib.metadata
+import json
 import os
 import random
 import shutil
@@ -20,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from comet_core.progress import SilentProgress
 from comet_cuda.errors import CometError
 
 SURVIVED, KILLED = 0, -signal.SIGKILL
@@ -153,7 +156,7 @@ def test_the_run_through_the_16_bit_model_survives_a_kill(
 
 
 def test_killed_while_replacing_a_finished_folder(model: Any, tmp_path: Path) -> None:
-    """Packing into a finished folder starts anew; a kill while the old files go must not strand it."""
+    """Packing into a finished folder that is damaged starts anew; a kill while the old files go must not strand it."""
     whole, out = files(model.packed), tmp_path / "out"
     shutil.copytree(model.packed, out)
     (out / "model-00002-of-00004.safetensors").write_bytes(b"another model's layer")
@@ -163,6 +166,93 @@ def test_killed_while_replacing_a_finished_folder(model: Any, tmp_path: Path) ->
         is_refused_or_whole(out, whole)
     assert in_child(lambda: model.pack(out)) == SURVIVED
     assert files(out) == whole
+
+
+def renamed(folder: Path, **made: Any) -> None:
+    """Let the manifest say that another version packed the folder, or with `version=None` that none is known."""
+    manifest = folder / "comet.json"
+    content = json.loads(manifest.read_text())
+    content["made"] |= made
+    if made["version"] is None:
+        del content["made"]
+    manifest.write_text(json.dumps(content))
+
+
+class Said(SilentProgress):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def log(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def test_a_finished_folder_of_this_job_is_left_as_it_is(model: Any, tmp_path: Path) -> None:
+    out, said = tmp_path / "out", Said()
+    first = model.pack(out)
+    made = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert model.pack(out, progress=said) == first
+    assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == made
+    assert said.lines == [f"{out}: already packed; remove the folder to pack it anew"]
+    other_name = replace(model.recipe, name="mine", description="the same under another name")
+    assert model.pack(out, recipe=other_name) == first
+    assert json.loads((out / "comet.json").read_text())["made"]["version"] == importlib.metadata.version(
+        "comet-w4a4kv4"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.0.1", None])
+def test_what_another_version_packed_is_packed_anew(model: Any, tmp_path: Path, version: str | None) -> None:
+    out, said = tmp_path / "out", Said()
+    shutil.copytree(model.packed, out)
+    renamed(out, version=version)
+    (out / "model-00002-of-00004.safetensors").write_bytes((out / "model-00001-of-00004.safetensors").read_bytes())
+    model.pack(out, progress=said)
+    assert said.lines[0].startswith(f"{out}: was packed by COMET {version or 'of an unknown version'}, this is COMET ")
+    assert files(out) == files(model.packed)
+
+
+def test_a_finished_folder_of_another_job_is_refused(model: Any, tmp_path: Path) -> None:
+    """By another recipe, calibration or model; whole, half cleared, of another version, and as the draft of tuning."""
+    from comet_core.calibrate import calibrate
+
+    out = tmp_path / "out"
+    shutil.copytree(model.packed, out)
+    other = replace(model.recipe, weights=replace(model.recipe.weights, damping=0.02))
+    holds = "holds the finished packing of model by recipe w4a4kv4, not what is asked for"
+    for harm in (lambda: None, lambda: renamed(out, version="0.0.1"), (out / "config.json").unlink):
+        harm()
+        left = files(out)
+        with pytest.raises(CometError, match=f"{holds}.*differ in weights\n") as error:
+            model.pack(out, recipe=other)
+        assert error.value.hint == "choose another folder with --out, or remove this one" and files(out) == left
+    shutil.rmtree(out)
+    shutil.copytree(model.packed, out)
+    for change in ({"seed": 1}, {"samples": 1}):
+        moved = replace(model.recipe, calibration=replace(model.recipe.calibration, **change))
+        folder = tmp_path / f"calibration-{next(iter(change))}"
+        calibrate(model.source, moved, folder, device="cpu", progress=SilentProgress())
+        with pytest.raises(CometError, match=f"{holds}.*differ in calibration\n"):
+            replace(model, calibration=folder).pack(out)
+    manifest = json.loads((out / "comet.json").read_text())
+    for key, change, differs in (
+        ("model", {"digest": "0" * 16}, "model"),
+        ("data", {"sha256": "0" * 64}, "the calibration's text"),
+        ("made", {"calibration": "0" * 64}, "the calibration's plans"),
+    ):
+        (out / "comet.json").write_text(json.dumps(manifest | {key: manifest[key] | change}))
+        with pytest.raises(CometError, match=f"{holds}.*differ in {differs}\n"):
+            model.pack(out)
+    (out / "comet.json").write_text("{")
+    with pytest.raises(CometError, match="cannot be understood") as error:
+        model.pack(out)
+    assert "remove this one" in error.value.hint
+    draft = tmp_path / ".tuned.untuned"
+    shutil.copytree(model.packed, draft)
+    with pytest.raises(CometError, match=f"{draft}: {holds}.*differ in weights\n"):
+        model.pack(tmp_path / "tuned", recipe=replace(other, tuning=replace(other.tuning, epochs=1)))
+    assert files(draft) == files(model.packed) and not (tmp_path / "tuned").exists()
 
 
 def test_killed_at_moments_nobody_chose(model: Any, tmp_path: Path) -> None:
