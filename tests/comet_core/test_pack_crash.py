@@ -260,16 +260,21 @@ def test_killed_at_moments_nobody_chose(model: Any, tmp_path: Path) -> None:
     draw = random.Random(0)
     started = time.monotonic()
     assert in_child(lambda: model.pack(tmp_path / "undisturbed")) == SURVIVED
-    duration = time.monotonic() - started
+    longest = 0.6 * (time.monotonic() - started)
     kills = 0
-    for _ in range(6):
+    for _ in range(30):
         child = start_child(lambda: model.pack(out))
-        time.sleep(draw.uniform(0.05, 0.6) * duration)
+        time.sleep(draw.uniform(0.1, 1) * longest)
         os.kill(child, signal.SIGKILL)
-        kills += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
         if out.exists():
             is_refused_or_whole(out, whole)
-    assert kills
+        if not killed:  # the machine is less busy than it was
+            longest *= 0.7
+            shutil.rmtree(out)
+        elif (kills := kills + 1) == 6:
+            break
+    assert kills == 6
     assert in_child(lambda: model.pack(out)) == SURVIVED
     assert files(out) == whole
 

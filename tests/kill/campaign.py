@@ -38,6 +38,7 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signa
 ROOM = "size=256m"
 LOCKED = ("calibrate", "pack", "pack-all")  # two of the others at once do the same work twice, no harm
 LIMIT = 240  # seconds a run may take
+MOST_TRIES = 5  # for each stop: others had finished before their moment came
 REFUSED = "is not empty"  # what an export says of a folder that holds a finished one
 IGNORED = (".lock", "__pycache__")  # the lock's file stays
 
@@ -281,7 +282,8 @@ class Campaign:
         return self.home / command.out if command.out.startswith("cache/") else folder / command.out
 
     def torture(self, name: str, stops: int, seed: int, kinds: tuple[str, ...], *, execute: bool) -> None:
-        """Stop one command `stops` times, starting it on what is there each time, and finish it; again until enough."""
+        """Stop one command `stops` times, starting it on what is there each time, and finish it; again until enough
+        were stopped."""
         from comet_cuda.errors import CometError
 
         command, folder = self.commands[name], self.home / "work"
@@ -296,27 +298,28 @@ class Campaign:
                 return
         whole, expected = self.files(folder, command), command.read(self.state(folder, command))
         rng = random.Random(f"{seed}-{name}")
-        done = 0
-        while done < stops:
+        done = tries = 0  # runs that were stopped or refused, and all
+        while done < stops and tries < MOST_TRIES * stops:
             self.fresh(folder)
             for attempt in range(rng.randint(1, 3)):
                 stop = self.draw(rng, [k for k in kinds if k != "second" or name in LOCKED], took, execute)
                 start = time.monotonic()
                 with self.room(folder, stop):
                     code, said = self.run(folder, command.arguments, stop)
-                done += 1
-                if code == 0 and attempt == 0:  # the machine is less busy than at the undisturbed run
+                tries += 1
+                if code == 0 and attempt == 0:  # the machine is less busy than at the undisturbed runs
                     took = min(took, time.monotonic() - start)
                 if code == 2 and REFUSED in said and self.files(folder, command) == whole:
                     code = 0  # it was stopped after its last write, and a second run does not touch what is whole
-                self.outcomes[self.verdict(name, f"{seed}-{done}", stop, code, said)] += 1
+                done += code != 0
+                self.outcomes[self.verdict(name, f"{seed}-{tries}", stop, code, said)] += 1
                 try:
                     found = command.read(self.state(folder, command))
                     if not part_of(found, expected):
-                        self.fail(name, f"{seed}-{done}", stop, "something half-written is taken for whole")
+                        self.fail(name, f"{seed}-{tries}", stop, "something half-written is taken for whole")
                 except CometError as error:
                     if not error.hint:
-                        self.fail(name, f"{seed}-{done}", stop, f"no hint: {error.message}")
+                        self.fail(name, f"{seed}-{tries}", stop, f"no hint: {error.message}")
                 except FileNotFoundError:
                     pass  # a folder that is not there yet
                 if code == 0:
@@ -324,10 +327,10 @@ class Campaign:
             if code:
                 code, said = self.run(folder, command.arguments, {"exec": execute})
             if code and not (REFUSED in said and self.files(folder, command) == whole):
-                self.fail(name, f"{seed}-{done}", "the run after the stops", f"exit {code}: {said}")
+                self.fail(name, f"{seed}-{tries}", "the run after the stops", f"exit {code}: {said}")
             elif (now := self.files(folder, command)) != whole:
                 different = sorted(k for k in now.keys() | whole.keys() if now.get(k) != whole.get(k))
-                self.fail(name, f"{seed}-{done}", "after all stops", f"other bytes or files: {different[:5]}")
+                self.fail(name, f"{seed}-{tries}", "after all stops", f"other bytes or files: {different[:5]}")
             else:
                 self.outcomes["finished with the same bytes"] += 1
 
