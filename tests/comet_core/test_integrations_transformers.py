@@ -137,12 +137,12 @@ def test_any_chunking_gives_one_shot_logits(tiny: "Packed", chunks: list[int]) -
     from comet_core.integrations.kv4_cache import cache_for
 
     model = opened(tiny.packed)
-    x = tokens(2, 270)
+    x = tokens(2, 270, seed=1)
     cache = cache_for(model)
     parts = [model(input_ids=part, **{cache_argument(model): cache}).logits for part in x.split(chunks, 1)]
     whole = model(input_ids=x, use_cache=False).logits
     away = (torch.cat(parts, 1) - whole).abs().amax(-1)
-    assert away.quantile(0.9) <= 2e-4
+    assert away.quantile(0.99) <= 2e-4
     assert away.max() < 0.05  # a code of one token may round the other way, and moves what depends on it a little
 
 
