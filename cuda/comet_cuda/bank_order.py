@@ -1,4 +1,4 @@
-"""The order of channels inside rotated blocks in which a GPU's gather meets no bank of shared memory twice.
+"""The order of channels inside rotated blocks in which a GPU's gather hardly meets a bank of shared memory twice.
 
 Quantizing gathers channels from a row in shared memory, whose 32 banks of four bytes (two channels) each give a warp
 one word at a time: of 32 channels in an order of importance alone 3.4 meet in a bank, and one is read after the other.
@@ -15,7 +15,7 @@ from comet_cuda.affine import BLOCK
 
 BANKS = 32
 CHANNELS_A_WORD = 2
-SHARE = BLOCK // BANKS  # channels of a bank in a block, if they are evenly spread
+CHANNELS_A_BANK = BLOCK // BANKS  # of a block, if they are evenly spread
 WARP_BLOCKS = 8  # consecutive blocks that at most read at once
 
 # The bank that position p of block b is for, as a linear function over GF(2) of the bits of p, lowest first, and of b.
@@ -43,9 +43,8 @@ def spread_over_banks(perm: Tensor, block_bits: Tensor) -> Tensor:
             continue
         if is_int4[start]:
             channels = slice(start * BLOCK, end * BLOCK)
-            found[channels] = (
-                _inside_blocks(_evenly(perm[channels].long()).view(-1, BLOCK), start).flatten().to(perm.dtype)
-            )
+            blocks = _evenly(perm[channels].long()).view(-1, BLOCK)
+            found[channels] = _inside_blocks(blocks, start).flatten().to(perm.dtype)
         start = end
     return found
 
@@ -77,8 +76,8 @@ def _inside_blocks(channels: Tensor, first: int) -> Tensor:
     sorted_bank = bank.gather(1, order)
     before = (bank[:, None, :] < torch.arange(BANKS, device=device)[:, None]).sum(2)  # [J, 32], of lower banks
     rank = torch.arange(BLOCK, device=device) - before.gather(1, sorted_bank)
-    fits = rank < SHARE
-    position = meant.flatten(1).gather(1, sorted_bank * SHARE + rank.clamp(max=SHARE - 1))
+    fits = rank < CHANNELS_A_BANK
+    position = meant.flatten(1).gather(1, sorted_bank * CHANNELS_A_BANK + rank.clamp(max=CHANNELS_A_BANK - 1))
     free = torch.ones_like(fits)
     row = torch.arange(len(channels), device=device)[:, None].expand_as(position)
     free[row[fits], position[fits]] = False
@@ -89,10 +88,9 @@ def _inside_blocks(channels: Tensor, first: int) -> Tensor:
 @functools.cache
 def positions_by_bank() -> Tensor:
     """int64 [8, 32, 4]: the positions in a block of number b modulo 8 that are for a bank."""
-    banks = (
-        _linear(torch.arange(BLOCK), OF_POSITION) ^ _linear(torch.arange(WARP_BLOCKS), OF_BLOCK)[:, None]
-    )  # [8, 128]
-    return banks.argsort(dim=1, stable=True).view(WARP_BLOCKS, BANKS, SHARE)
+    of_block = _linear(torch.arange(WARP_BLOCKS), OF_BLOCK)
+    banks = _linear(torch.arange(BLOCK), OF_POSITION) ^ of_block[:, None]  # [8, 128]
+    return banks.argsort(dim=1, stable=True).view(WARP_BLOCKS, BANKS, CHANNELS_A_BANK)
 
 
 def _linear(bits: Tensor, columns: tuple[int, ...]) -> Tensor:
